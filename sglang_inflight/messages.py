@@ -386,6 +386,8 @@ class OpenCall(UpdateCall, kw_only=True):
     selector: Selector | None = None
     partial: bool
     expected_version: str | None = None
+    # refuse a seal without the tensors of the last update that was opened so
+    as_before: bool = False
     # allow a seal without any StageCall: a trainer may write the weights over RDMA
     may_be_empty: bool = False
     # write the live weights, while requests wait; no StageCall before the answer

@@ -105,6 +105,13 @@ class Settings:
         "host memory of weights that a loader writes other than by copies, in bytes, with "
         "staging=changes",
     )
+    sessions: str = _setting(
+        "partial",
+        _one_of("partial", "whole", "as_before"),
+        "tensors that a session must bring if its begin_weight_update leaves partial out: partial "
+        "needs none; whole needs the whole checkpoint; as_before needs those of the last session "
+        "that left partial out, too",
+    )
     update_timeout_s: float = _setting(
         600.0, _positive, "longest time one update call may take, in seconds"
     )

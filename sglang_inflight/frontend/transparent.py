@@ -79,10 +79,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# ordered by what they do to requests: of a window's modes the last one here counts
 _MEANINGS: dict[PauseMode, str] = {
-    "abort": "running requests end at the commit with what they have",
     "in_place": "running requests keep their KV at the commit",
     "retract": "running requests are recomputed from the commit on",
+    "abort": "running requests end at the commit with what they have",
 }
 
 
@@ -99,6 +100,8 @@ class Window:
     session_id: str | None = None
     beginning: SharedCall[str] = field(default_factory=SharedCall)
     weight_version: str | None = None
+    # of the client's begin_weight_update
+    partial: bool | None = None
     # why the session was dropped
     failure: InflightError | None = None
     # of the real pause, if the window became one
@@ -238,7 +241,9 @@ class Transparent:
             window = self._window = Window(mode, before=before.ending if before else None)
             self._start_grace(window, self._settings.transparent_grace_s)
         else:
-            window.mode = mode
+            # AReaL pauses with abort, and then in_place to hold what it has emptied
+            window.mode = max(window.mode, mode, key=list(_MEANINGS).index)
+        mode = window.mode
         return WindowGrant(
             message=(
                 "Generation continues (SGLANG_INFLIGHT_TRANSPARENT): weights sent now go live at "
@@ -327,6 +332,7 @@ class Transparent:
         if window is None or body.session_id is not None or body.non_blocking:
             return await self._updates.begin(body)
         window.require_whole()
+        window.partial = body.partial
         # a client may take long between begin and its first piece
         self._start_grace(window, self._settings.update_timeout_s)
         return Deferred(message="The pieces go live at continue_generation.")
@@ -387,7 +393,7 @@ class Transparent:
             BeginBody(
                 selector=first.selector if isinstance(first, DiskBody) else "all",
                 non_blocking=True,
-                partial=first.is_partial,
+                partial=self._partial_of(window, first),
                 expected_version=first.expected_version,
                 lease_s=self._settings.update_timeout_s,
             )
@@ -399,6 +405,13 @@ class Transparent:
             await self._drop_session(window)
             window.require_whole()
         return begun.session_id
+
+    @staticmethod
+    def _partial_of(window: Window, first: UpdateBody) -> bool | None:
+        """Return the session's ``partial``; None leaves it to ``SGLANG_INFLIGHT_SESSIONS``."""
+        if window.partial is not None:
+            return window.partial
+        return first.partial if first.sends_pieces else first.is_partial
 
     async def _go_on(self, body: ContinueBody, window: Window) -> Release:
         try:

@@ -179,7 +179,8 @@ class BeginBody(Body, kw_only=True):
     selector: Selector | None = "all"
     non_blocking: bool = False
     expected_version: Name | None = None
-    partial: bool = True
+    # None: as SGLANG_INFLIGHT_SESSIONS says
+    partial: bool | None = None
     on_busy: OnBusy = "wait"
     lease_s: Seconds | None = None
     # id of the open session: renew its lease, and begin nothing

@@ -285,7 +285,9 @@ class Manager:
 class FrontEnd:
     """The objects of a ``Frontend``, without adapters and HTTP."""
 
-    def __init__(self, *, delay: int = 0, transparent: bool = False) -> None:
+    def __init__(
+        self, *, delay: int = 0, transparent: bool = False, settings: Settings = SETTINGS
+    ) -> None:
         self.rank = OneRank()
         can = Capabilities()
         manager: Any = Manager(self.rank, delay)
@@ -301,9 +303,9 @@ class FrontEnd:
             manager, self.ranks, self.served, metrics, can, previous_grace_s=0
         )
         self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase, can)
-        self.groups = Groups(self.ranks, SETTINGS)
+        self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(manager, self.pauses, can)
-        self.updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS, can)
+        self.updates = Updates(manager, self.two_phase, self.groups, idle, settings, can)
         self.handlers = direct_handlers(
             manager,
             self.pauses,
@@ -321,7 +323,7 @@ class FrontEnd:
                 self.updates,
                 self.memory,
                 self.groups,
-                SETTINGS,
+                settings,
                 can,
                 in_background=self.in_background,
             ).handlers

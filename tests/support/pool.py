@@ -108,6 +108,14 @@ FLAVOURS = {
         },
     ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
+    "whole_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_SESSIONS": "whole"}),
+    "whole_off_server": Flavour(
+        _COMMON, {"SGLANG_INFLIGHT_SESSIONS": "whole", "SGLANG_INFLIGHT_STAGING": "off"}
+    ),
+    "whole_transparent_server": Flavour(
+        _COMMON, {"SGLANG_INFLIGHT_SESSIONS": "whole", "SGLANG_INFLIGHT_TRANSPARENT": "1"}
+    ),
+    "as_before_server": Flavour(_COMMON, {**CHANGES, "SGLANG_INFLIGHT_SESSIONS": "as_before"}),
 }  # fmt: skip
 
 

@@ -20,10 +20,12 @@ from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
-from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.scheduler.update.update import Names, Update
+from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import uncounted
 
 Weights = dict[str, torch.Tensor]
+Piece = tuple[Selector, Weights]
 
 
 class Model(nn.Module):
@@ -73,14 +75,18 @@ class Rank:
         self.digest: str | None = None
 
     def update(
-        self, *pieces: tuple[Selector, Weights], partial: bool, load_format: str | None = None
-    ) -> None:
-        """Make one update, with a piece for each pair."""
+        self,
+        *pieces: Piece,
+        partial: bool,
+        load_format: str | None = None,
+        needs: Names | None = None,
+    ) -> Names:
+        """Make one update, with a piece for each pair, and return the names of its tensors."""
         call: Any = SimpleNamespace(
             update_id="u", partial=partial, may_be_empty=False, in_place=False
         )
         source: Any = SimpleNamespace(load_format=load_format)
-        update = Update(call, base_version="")
+        update = Update(call, base_version="", needs=needs)
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
         for selector, weights in pieces:
             self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
@@ -92,6 +98,7 @@ class Rank:
         assert update.sealed is not None
         update.sealed.swap.make()
         self.digest = update.sealed.digest
+        return update.sealed.names
 
     @property
     def served(self) -> tuple[float, float, float]:
@@ -156,3 +163,21 @@ def test_target_update_changes_drafts_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
     rank.update(("target", weights_of(2)), partial=False)
     assert rank.served == (2, 2, 1)
+
+
+@pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
+def test_needed_tensors_are_those_of_the_updates_models(mode: StagingMode) -> None:
+    """A target's tensor does not stand in for a draft's of the same name."""
+    rank = Rank(mode)
+    target: Piece = ("target", weights_of(2))
+    draft: Piece = ("draft", {"own": torch.full((3,), 7.0)})
+    needs = rank.update(target, draft, partial=True, needs={})
+    assert needs == {"target": {"embeddings", "own"}, "draft": {"own"}}
+    # one model alone needs its own tensors only
+    assert rank.update(draft, partial=True, needs=needs) == {"draft": {"own"}}
+    rank.update(target, partial=True, needs=needs)
+    other: Piece = ("draft", {"embeddings": torch.full((4,), 7.0)})
+    with pytest.raises(Refused, match=r"1 of the 1 tensors .* the draft model were not sent: own"):
+        rank.update(target, other, partial=True, needs=needs)
+    with pytest.raises(Refused, match="the target model were not sent: embeddings, own"):
+        rank.update(other, other, partial=True, needs=needs)

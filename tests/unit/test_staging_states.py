@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,10 +27,10 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingState, Step
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
-from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.update import Names, Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges
-from sglang_inflight.vocabulary.errors import Conflict
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.unit.fakes import ManualWorker
 
@@ -61,11 +62,14 @@ class NoModel:
         if base_digest is None:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
-        update.sealed = Sealed("new", PreparedSwap(swap_for(torch.device("cpu")), (pair,)), ())
+        swap = PreparedSwap(swap_for(torch.device("cpu")), (pair,))
+        update.sealed = Sealed("new", swap, (), names=self.names)
         return Voted(staged_s=0.0, staged_as=StagedChanges(form="device"))
 
     # whether a job has written weights in place
     is_written = False
+    # of the tensors that an update has received, by role
+    names: Names = MappingProxyType({})
 
     def drop(self) -> None:
         """Release nothing."""
@@ -306,3 +310,41 @@ def test_failed_update_releases_the_loop() -> None:
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
+
+
+def test_only_committed_sessions_compared_by_names_are_compared_with() -> None:
+    rank = OneRank()
+
+    def needs(names: set[str], *, as_before: bool = True, commits: bool = True) -> Names | None:
+        """Make an update with ``names`` of the target, and return what it needed."""
+        rank.jobs.names = {"target": frozenset(names)}
+        call = OpenCall(
+            call_id="", update_id="u", timeout_s=60.0, partial=True, as_before=as_before
+        )
+        rank.staging.open(call, current_version="v0")
+        assert rank.staging._update is not None
+        needed = rank.staging._update.needs
+        for step in (Step.VOTED, Step.COMMIT) if commits else (Step.VOTED, Step.DROP):
+            rank.do(step)
+        return needed
+
+    assert needs({"a"}) == {}
+    assert needs({"a", "b"}) == {"target": frozenset({"a"})}
+    assert needs({"a", "b", "c"}, commits=False) == {"target": frozenset({"a", "b"})}
+    assert needs({"a"}, as_before=False) is None
+    assert needs({"a", "b"}) == {"target": frozenset({"a", "b"})}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_session_as_before_is_refused_where_it_would_be_written_in_place(in_place: bool) -> None:
+    rank = OneRank()
+    if not in_place:
+        rank.staging.mode = StagingMode.OFF
+    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
+    call = OpenCall(**fields, partial=True, as_before=True, in_place=in_place)
+    with pytest.raises(Refused, match="SGLANG_INFLIGHT_SESSIONS"):
+        rank.staging._open(call, "v0")
+    assert rank.staging.state is EMPTY
+    # no weights are served that could be left half written
+    rank.live.become_hollow("for a test")
+    rank.staging._open(call, "v0")

@@ -225,7 +225,8 @@ class OpenUpdate:
             selector=self.opening.selector,
             partial=self.opening.partial,
             expected_version=self.opening.expected_version,
-            may_be_empty=self.opening.takes_unnamed,
+            as_before=self.opening.as_before,
+            may_be_empty=self.opening.may_be_empty,
             in_place=self.opening.why_in_place is not None,
             timeout_s=deadline.seconds_left,
         )

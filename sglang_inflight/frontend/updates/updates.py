@@ -171,7 +171,8 @@ class Updates:
                     "a weight-update session is already open; end or abort it first, "
                     'or begin with on_busy="replace"'
                 )
-        session = OpenUpdate(Opening.of_session(body), self._two_phase.expire)
+        opening = Opening.of_session(body, self._settings.sessions)
+        session = OpenUpdate(opening, self._two_phase.expire)
         await self._two_phase.begin(session, body.on_busy, self._deadline(None))
         self._last = session
         return await self._open(session)

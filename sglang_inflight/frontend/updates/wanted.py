@@ -31,6 +31,7 @@ from sglang_inflight.vocabulary.bodies import (
     UpdateBody,
     choose_kv_policy,
 )
+from sglang_inflight.vocabulary.errors import Refused
 
 
 @singledispatch
@@ -79,6 +80,8 @@ class Opening:
     partial: bool
     # version that must be served at the opening
     expected_version: str | None
+    # the tensors of the last session like this must come
+    as_before: bool = False
     is_session: bool = False
     # whether calls without a session_id may be pieces of this session
     takes_unnamed: bool = False
@@ -86,12 +89,28 @@ class Opening:
     # why the update is written in place, while requests wait; None if it is staged
     why_in_place: str | None = None
 
+    @property
+    def may_be_empty(self) -> bool:
+        """True if the update may end without a tensor, because a trainer may use RDMA."""
+        return self.takes_unnamed and self.partial and not self.as_before
+
     @classmethod
-    def of_session(cls, body: BeginBody) -> Opening:
+    def of_session(cls, body: BeginBody, sessions: str) -> Opening:
+        """``sessions`` is the setting of this name. An explicit ``partial`` overrides it.
+
+        Raises ``Refused`` if ``sessions`` asks for a whole draft: a draft loads some tensors of a
+        checkpoint, and nothing shows which of them are missing.
+        """
+        if body.partial is None and sessions == "whole" and body.selector == "draft":
+            raise Refused(
+                "SGLANG_INFLIGHT_SESSIONS=whole cannot tell whether a draft is whole: begin the "
+                "session with partial=true"
+            )
         return cls(
             id=body.new_id or uuid.uuid4().hex,
             selector=body.selector,
-            partial=body.partial,
+            partial=sessions != "whole" if body.partial is None else body.partial,
+            as_before=sessions == "as_before" and body.partial is None,
             expected_version=body.expected_version,
             is_session=True,
             takes_unnamed=not body.non_blocking,

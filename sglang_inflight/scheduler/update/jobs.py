@@ -170,7 +170,8 @@ class Jobs:
                         check_finite=self._check_finite,
                         rate_limit=self._rate_limit,
                     )
-                update.names |= checks.names
+                update.names.setdefault(model.role, set()).update(checks.names)
+                update.is_sparse |= is_sparse(source)
                 if checks.tensors:
                     update.loaded.add(model.role)
                 if model is models[0]:
@@ -204,6 +205,7 @@ class Jobs:
         was_loaded = update.tensors > 0
         if not was_loaded and not update.may_be_empty:
             raise Refused("the update holds no tensor")
+        _refuse_fewer_tensors(update)
         # only a rollback needs this digest
         if base_digest is None and self._mode_of(update) is not StagingMode.OFF:
             update.base_digest = self._read_through(update, set(), set())
@@ -240,7 +242,8 @@ class Jobs:
         swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
         checkpoints = self._checkpoints(update)
         staged_as = self._shadows.form.describe()
-        update.sealed = Sealed(digest, swap, checkpoints, missing, staged_as)
+        names = {m.role: frozenset(update.names.get(m.role, ())) for m in models}
+        update.sealed = Sealed(digest, swap, checkpoints, missing, staged_as, names)
         self._metrics.observe_changes(staged_as)
         return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 
@@ -417,11 +420,20 @@ class Jobs:
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:
         """Raise ``Refused`` for missing names: weights written in place bear no marks to count."""
         if unsent := self._unsent(update, whole):
-            raise Refused(f"the update is not complete: {list_names(unsent)} were not sent")
+            raise Refused(
+                f"the update is not complete: {list_names(unsent)} were not sent. The weights are "
+                "partially written: send all of them"
+            )
 
     def _unsent(self, update: Update, whole: set[str]) -> list[str]:
-        served = {name for m in self._models if m.role in whole for name in m.served}
-        return sorted(served - update.names)
+        return sorted(
+            {
+                name
+                for model in self._models
+                if model.role in whole
+                for name in model.served.keys() - update.names.get(model.role, set())
+            }
+        )
 
     def _weights(self, roles: Iterable[str]) -> Iterator[tuple[ShadowedModel, Weight]]:
         """Yield each weight of ``roles`` with its model, once.
@@ -461,3 +473,20 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
+
+
+def _refuse_fewer_tensors(update: Update) -> None:
+    """Raise ``Refused`` if a tensor that the update needs was not sent, or only a part of one."""
+    if update.is_sparse and (update.needs is not None or not update.partial):
+        raise Refused(
+            "the update is not complete: load_format 'sparse' brings parts of tensors, and whole "
+            "ones are needed. Send whole tensors, or set partial=true"
+        )
+    for role, names in (update.needs or {}).items():
+        missing = names - update.names.get(role, set())
+        if role in update.roles and missing:
+            raise Refused(
+                f"the update is not complete: {len(missing)} of the {len(names)} tensors that the "
+                f"last session brought for the {role} model were not sent: "
+                f"{list_names(sorted(missing))}. Send them, or set partial=true"
+            )

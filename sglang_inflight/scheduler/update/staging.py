@@ -48,7 +48,7 @@ from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
-from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.update import Names, Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
 from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges, StagingStatus
 from sglang_inflight.vocabulary.errors import Conflict, Refused
@@ -137,6 +137,8 @@ class Staging:
         self._update: Update | None = None
         # the last committed update's
         self._staged_as: StagedChanges | None = None
+        # tensors that the last session compared by names brought, by role
+        self._names: Names = {}
 
     @property
     def state(self) -> StagingState:
@@ -164,10 +166,21 @@ class Staging:
                 f"only a whole update (partial=false) can repair partially written weights: {why}"
             )
         is_hollow = self._live.hollow is not None
+        if call.as_before and not is_hollow and (self.mode is StagingMode.OFF or call.in_place):
+            raise Refused(
+                "SGLANG_INFLIGHT_SESSIONS=as_before needs staged updates, and this one would be "
+                "written in place: a refused session would leave half of itself in the weights. "
+                "Set SGLANG_INFLIGHT_SESSIONS=whole, or begin the session with partial=true"
+            )
         marks = is_hollow and not self._live.is_marked
         torn = frozenset(self._live.torn)
         update = self._update = Update(
-            call, base_version=current_version, fills_hollow=is_hollow, marks=marks, mends=torn
+            call,
+            base_version=current_version,
+            fills_hollow=is_hollow,
+            marks=marks,
+            mends=torn,
+            needs=self._names if call.as_before else None,
         )
         self._live.is_marked = is_hollow
         self._live.lose_previous()
@@ -254,6 +267,8 @@ class Staging:
         # the seal computes the live digest if it is unknown; a dropped update's is not kept
         self._live.digest = update.base_digest or self._live.digest
         self._staged_as = update.sealed.staged_as
+        if update.needs is not None:
+            self._names = {**self._names, **update.sealed.names}
         return update.sealed
 
     def join_group(self, call: JoinGroupCall) -> None:

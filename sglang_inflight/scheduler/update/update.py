@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_inflight.messages import DiskSource, OpenCall
@@ -13,6 +14,9 @@ from sglang_inflight.vocabulary.errors import Dropped
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+Names = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Sealed:
     # elements of hollow weights not sent by this update or an earlier one
     missing: int = 0
     staged_as: StagedChanges | None = None
+    # names of received tensors, by the role of the model
+    names: Names = field(default_factory=dict)
 
 
 class Update:
@@ -46,10 +52,13 @@ class Update:
         fills_hollow: bool = False,
         marks: bool = False,
         mends: frozenset[str] = frozenset(),
+        needs: Names | None = None,
     ) -> None:
         """``base_version`` is served as the update opens. ``fills_hollow``: no weights are served,
         so the update is written in place. ``marks``: the first update of hollow weights marks all
         of them. ``mends``: the roles of partially written models, which the update must bring.
+        ``needs``: the names of tensors without which the update is refused, by role; None if a part
+        of the weights will do.
         """
         self.id = call.update_id
         self.partial = call.partial
@@ -61,10 +70,14 @@ class Update:
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.mends = mends
+        self.needs = needs
         self.roles: set[str] = set()
         # the roles among ``roles`` with received tensors
         self.loaded: set[str] = set()
-        self.names: set[str] = set()
+        # of received tensors, by the role of the model
+        self.names: dict[str, set[str]] = {}
+        # whether a part of a tensor was received
+        self.is_sparse = False
         self.tensors = 0
         self.bytes = 0
         # sources read from disk, by role
