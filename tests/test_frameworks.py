@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.trainer import Trainers
-from tests.support.frameworks import FRAMEWORKS, Client, Framework
+from tests.support.frameworks import FRAMEWORKS, ONLY_WITH_PAUSES, Client, Framework
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -32,6 +33,9 @@ from tests.support.updates import (
 )
 
 pytest_plugins = ["tests.support.fixtures"]
+
+
+EVERY = FRAMEWORKS | ONLY_WITH_PAUSES
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -68,9 +72,11 @@ def expect_whole_update(
     expect_served(server, 1)
 
 
+@pytest.mark.parametrize("name", EVERY)
 def test_framework_update_goes_live_with_real_pauses(
-    server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
+    server: Server, name: str, checkpoints: Path, trainers: Trainers
 ) -> None:
+    framework = EVERY[name]
     client = Client(server, framework, checkpoints, trainers)
     with client.connected():
         running = start_running(server, 3, tokens=ENDLESS)
@@ -84,7 +90,7 @@ def test_framework_update_goes_live_with_real_pauses(
         assert (answer["status_code"], answer["paused"]) == (200, False), answer
         retracts = framework.mode == "retract"
         expect_whole_update(server, framework, running, int(retracts))
-        # accepted during the pause, and started afterwards
+        # accepted in the pause, and started after it
         after = [] if framework.aborts_waiting_requests else [marker.token(1)] * 3
         assert waiting.output().tokens == after
     named = "v1" if framework.names else "v0"
@@ -117,6 +123,27 @@ def test_framework_update_goes_live_in_transparent_mode(
     named = "v1" if framework.names else "v0"
     assert server.get("/get_weight_version")["weight_version"] == named
     assert server.get("/is_paused")["is_paused"] is False
+
+
+def test_resume_without_the_graphs_holds_requests_until_they_are_back(
+    server: Server, checkpoints: Path, trainers: Trainers
+) -> None:
+    """xtuner releases all memory, and asks for the weights and the KV cache alone."""
+    client = Client(server, EVERY["xtuner-tensor-colocated"], checkpoints, trainers)
+    client.pause()
+    client.send(1, "v1")
+    resume = "/resume_memory_occupation"
+    assert server.post(resume, {"tags": ["kv_cache"]})["status_code"] == 200
+    refuse(client.resume(), "cuda_graph", status_code=409)
+    assert server.post(resume, {"tags": ["cuda_graph"]})["status_code"] == 200
+    assert client.resume()["status_code"] == 200
+    expect_served(server, 1)
+
+
+def test_path_of_torchrls_wait_is_gone_in_sglang(server: Server) -> None:
+    """TorchRL asks for /get_load until no request runs, and raises without an answer."""
+    response = httpx.get(server.url + "/get_load", **PLAIN)
+    assert response.status_code == 404, response.text
 
 
 @pytest.mark.parametrize("name", ["slime-tensor", "miles-tensor", "areal-distributed"])

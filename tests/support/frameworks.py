@@ -1,9 +1,11 @@
 """Calls of the RL frameworks' own clients, one by one.
 
 Sources: slime 624b824 (``sglang_engine.py``, ``update_weight_from_*.py``), miles 31f1ca9 (the same,
-``mixin.py``), AReaL 4aef98d (``sglang_remote.py``, ``fsdp_engine.py``), verl b178a3c and 1dda039
-(``http_server_engine.py``, ``sglang_rollout.py``). The calls are data, so each test can run all of
-them.
+``mixin.py``), AReaL 4aef98d and cbff54d (``sglang_remote.py``, ``fsdp_engine.py``), verl b178a3c
+and 1dda039 (``http_server_engine.py``, ``sglang_rollout.py``), NeMo-RL 3ecf72e
+(``sglang_weight_synchronizer.py``) and 7ea279a (``sglang_worker.py``, ``policy/utils.py``),
+TorchRL ae9719f (``sglang_nccl.py``), xtuner b934f46 (``rollout/sglang.py``,
+``weight_update/transport.py``). The calls are data, so each test can run all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from harness.trainer import FLATTENED_BUCKET, Trainer, Trainers, layout
 from tests.support.updates import by_reference, flatten
 
 Body = dict[str, Any]
-PIECES = 2
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,22 @@ class Framework:
 
     source: str
     pause: Body
+    # whether it aborts all requests before the pause
+    aborts_first: bool = False
+    # a second pause, right after the first
+    then_pause: Body | None = None
     # whether it repeats the flush until granted, between the pause and the first piece
     flushes: bool = True
+    # whether it asks for the load until no request runs, between the pause and the first piece
+    awaits_no_load: bool = False
+    # whether it releases all memory, and takes back the weights' before the first piece
+    releases: bool = False
     begin: Body | None = None
+    pieces: int = 2
+    # whether a broadcast is one bucket
+    is_bucket: bool = False
     piece: Body = field(default_factory=dict)
+    resume: Body = field(default_factory=dict)
     # where the version's name is sent: with each piece, by a call of its own, or never
     names: str | None = None
     group: str = "weight_update_group"
@@ -58,6 +71,18 @@ class Framework:
 _SLIME: dict[str, Any] = {"pause": {}, "names": "piece"}
 _MILES: dict[str, Any] = {"begin": {"selector": "all"}, "names": "call", "destroys_first": True}
 _BUCKET: Body = {"load_format": FLATTENED_BUCKET, "flush_cache": False}
+# begin_weight_update's body was not read: "all" is its only field's default
+_NEMO: dict[str, Any] = {"pause": {"mode": "retract"}, "begin": {}, "names": "piece"}
+# its group has another name for each attempt
+_TORCHRL: dict[str, Any] = {
+    "flushes": False,
+    "awaits_no_load": True,
+    "pieces": 1,
+    "group": "weight_update_group_1f2e3d4c",
+    "resume": {"torch_empty_cache": True},
+}
+_XTUNER: dict[str, Any] = {"pause": {"mode": "abort"}, "aborts_first": True}
+_TWO_PAUSES: dict[str, Any] = {"pause": {}, "then_pause": {"mode": "in_place"}, "flushes": False}
 
 FRAMEWORKS = {
     "slime-disk": Framework("disk", **_SLIME),
@@ -88,6 +113,42 @@ FRAMEWORKS = {
         join={"pp_rank": 0},
         port=str,
     ),
+    "areal-disk-two-pauses": Framework("disk", piece={"abort_all_requests": True}, **_TWO_PAUSES),
+    "areal-distributed-two-pauses": Framework(
+        "distributed",
+        piece={"abort_all_requests": True},
+        group="update_weight_group_0",
+        port=str,
+        **_TWO_PAUSES,
+    ),
+    "nemo-tensor": Framework("tensor", piece=_BUCKET, **_NEMO),
+    "nemo-distributed": Framework("distributed", piece={"flush_cache": False}, **_NEMO),
+}
+
+# They end all requests, wait for their end, or release memory: no request runs on in flight.
+ONLY_WITH_PAUSES = {
+    "torchrl-abort": Framework(
+        "distributed",
+        {"mode": "abort"},
+        piece={"flush_cache": True, "abort_all_requests": False},
+        **_TORCHRL,
+    ),
+    "torchrl-retract": Framework(
+        "distributed",
+        {"mode": "retract"},
+        piece={"flush_cache": False, "abort_all_requests": False},
+        **_TORCHRL,
+    ),
+    "xtuner-tensor": Framework("tensor", piece=_BUCKET, **_XTUNER),
+    "xtuner-distributed": Framework(
+        "distributed",
+        pieces=1,
+        is_bucket=True,
+        piece={"load_format": FLATTENED_BUCKET},
+        group="xtuner_NCCL_weight_update_0",
+        **_XTUNER,
+    ),
+    "xtuner-tensor-colocated": Framework("tensor", piece=_BUCKET, releases=True, **_XTUNER),
 }
 
 
@@ -134,11 +195,23 @@ class Client:
                 trainer.leave(self._server, group=framework.group)
 
     def pause(self) -> dict[str, Any]:
-        answer = self._expect("/pause_generation", self._framework.pause)
-        if self._framework.flushes:
+        framework = self._framework
+        if framework.aborts_first:
+            self._expect("/abort_request", {"abort_all": True})
+        answer = self._expect("/pause_generation", framework.pause)
+        if framework.then_pause is not None:
+            answer = self._expect("/pause_generation", framework.then_pause)
+        if framework.flushes:
             # they ask up to sixty times, once a second, and then raise
             response = httpx.get(self._server.url + "/flush_cache", timeout=60, **PLAIN)
             assert response.status_code == 200, response.text
+        if framework.awaits_no_load:
+            # its own path, /get_load, is gone since before SGLang 0.5.23
+            loads = self._server.get("/v1/loads")["loads"]
+            assert sum(load["num_running_reqs"] for load in loads) == 0, loads
+        if framework.releases:
+            self._expect("/release_memory_occupation", {})
+            self._expect("/resume_memory_occupation", {"tags": ["weights"]})
         return answer
 
     def begin(self) -> None:
@@ -159,7 +232,7 @@ class Client:
         trainer: Trainer | None = None
         if self._framework.source == "distributed":
             trainer = self._trainers.get()
-            trainer.send(version, group=self._framework.group)
+            trainer.send(version, group=self._framework.group, bucket=self._framework.is_bucket)
         yield [self.piece(body, name) for body in self.bodies(version)]
         if trainer is not None and trainer.is_alive:
             assert trainer.answer() == "sent"
@@ -171,7 +244,13 @@ class Client:
             assert self._expect("/update_weight_version", body)["success"] is True
         if self._framework.begin is not None:
             self._expect("/end_weight_update", {})
-        answer: dict[str, Any] = self._server.post("/continue_generation", {})
+        if self._framework.releases:
+            # xtuner asks for the KV cache alone, which leaves the graphs away
+            self._expect("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        return self.resume()
+
+    def resume(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._server.post("/continue_generation", self._framework.resume)
         return answer
 
     def piece(self, body: Body, name: str) -> Callable[[], dict[str, Any]]:
@@ -183,19 +262,22 @@ class Client:
     def bodies(self, version: int) -> list[Body]:
         """Return the pieces' bodies, without the framework's further fields."""
         weights = list(marker.tensors(version).items())
-        cut = len(weights) // PIECES
-        halves = [dict(weights[:cut]), dict(weights[cut:])]
+        each = -(-len(weights) // self._framework.pieces)
+        parts = [slice(at, at + each) for at in range(0, len(weights), each)]
         if self._framework.source == "disk":
             return [{"model_path": str(self._checkpoints / f"v{version}")}]
         if self._framework.source == "tensor":
-            return [{"serialized_named_tensors": [by_reference(flatten(h))]} for h in halves]
+            return [
+                {"serialized_named_tensors": [by_reference(flatten(dict(weights[part])))]}
+                for part in parts
+            ]
         whole = layout(version)
         return [
             {
                 **{key: values[part] for key, values in whole.items()},
                 "group_name": self._framework.group,
             }
-            for part in (slice(None, cut), slice(cut, None))
+            for part in parts
         ]
 
     def _expect(self, path: str, body: Body) -> dict[str, Any]:
