@@ -4,7 +4,8 @@ one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
 
 ``Sender`` broadcasts a trainer's weights to one server or many. ``changes_since``, ``Snapshot`` and
-``write_changes`` find and write what a version changes. These need torch. ``spans`` reads each
+``write_changes`` find and write what a version changes. ``digests`` says what is sent, for the
+server to compare. These need torch. ``spans`` reads each
 token's version from an answer.
 """
 
@@ -24,6 +25,7 @@ from sglang_inflight.client.spans import (
     read_spans,
     version_per_token,
 )
+from sglang_inflight.tensor_digest import digest, digest_of_all, digests
 from sglang_inflight.vocabulary.answers import (
     Begun,
     Grant,
@@ -60,6 +62,9 @@ __all__ = [
     "WrongAnswer",
     "changes_since",
     "cover_exactly",
+    "digest",
+    "digest_of_all",
+    "digests",
     "in_order",
     "read_spans",
     "version_per_token",

@@ -35,8 +35,8 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.memory.copies import Copy
 from sglang_inflight.scheduler.memory.release import MemoryRelease
-from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.shadow import weights_of
+from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:

@@ -41,6 +41,14 @@ def test_client_needs_neither_sglang_nor_torch() -> None:
     run(_CODE.format(without=("sglang", "torch"), names="Client, Fleet, Sender, read_spans"))
 
 
+def test_digests_need_no_sglang() -> None:
+    made = _CODE.format(without=("sglang",), names="digest, digests")
+    run(
+        made
+        + 'import torch; assert digests({"w": torch.ones(2)})["w"] == digest(torch.ones(2), "w")'
+    )
+
+
 def test_sender_needs_no_sglang() -> None:
     made = _CODE.format(without=("sglang",), names="Client, Sender")
     run(made + 'with Client("http://127.0.0.1:1") as client: Sender(client)')

@@ -12,11 +12,11 @@ from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder
-from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.storages import memory_key
+from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
 

@@ -28,7 +28,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
-from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
+from sglang_inflight.scheduler.update.checks.digest import digest_of
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -56,6 +56,7 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.answers import Proof
 from sglang_inflight.vocabulary.errors import Refused, list_names
 

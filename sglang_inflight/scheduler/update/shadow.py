@@ -12,8 +12,8 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
-from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.storages import memory_key, span_of
+from sglang_inflight.tensor_digest import Digest
 
 
 class ReservedStorage(NamedTuple):

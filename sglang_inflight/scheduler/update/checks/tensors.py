@@ -13,9 +13,9 @@ import torch
 
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
-from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
+from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
