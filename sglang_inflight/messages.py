@@ -208,6 +208,8 @@ class Staged(RankAnswer, kw_only=True):
     bytes: int
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)
+    # digest of the call's tensors as they came, if the call asks for it
+    received_digest: str | None = None
 
 
 class Voted(RankAnswer, kw_only=True):
@@ -215,6 +217,8 @@ class Voted(RankAnswer, kw_only=True):
 
     staged_s: float
     staged_as: StagedChanges
+    # digest of all tensors of the update as they came, if all of its calls asked for it
+    received_digest: str | None = None
 
 
 class Committed(RankAnswer, kw_only=True):
@@ -392,6 +396,16 @@ class OpenCall(UpdateCall, kw_only=True):
     may_be_empty: bool = False
     # write the live weights, while requests wait; no StageCall before the answer
     in_place: bool = False
+    # every StageCall asks for digests: refused if the weights are written in place
+    asks_digests: bool = False
+
+
+class AskedDigests(msgspec.Struct, kw_only=True):
+    """A wish for the digests of a call's tensors, as they come."""
+
+    # JSON of the expected ones by name, or None. The staging thread decodes it: a checkpoint may
+    # have 100,000 names
+    expected: bytes | None = None
 
 
 class StageCall(UpdateCall, kw_only=True):
@@ -399,6 +413,7 @@ class StageCall(UpdateCall, kw_only=True):
 
     source: Source
     selector: Selector | None = None
+    digests: AskedDigests | None = None
 
 
 class SealCall(UpdateCall, kw_only=True):

@@ -15,8 +15,10 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
+from harness import marker
 from harness.server import Server, free_port
 from sglang_inflight.cli import app
+from sglang_inflight.client import digest_of_all, digests
 from tests.support.faults import Faults
 from tests.support.load import (
     ENDLESS,
@@ -71,6 +73,16 @@ def test_refused_update_exits_1_and_changes_nothing(server: Server) -> None:
     refused = _run(server, "update", "disk", "/no/such/folder")
     assert (refused.exit_code, "/no/such/folder" in refused.stderr) == (1, True)
     assert serving(server) == before
+
+
+def test_update_compares_the_expected_digest(server: Server, checkpoints: Path) -> None:
+    before = serving(server)
+    words = "update", "disk", str(checkpoints / "v1"), "--expected-digest"
+    refused = _run(server, *words, "0123456789abcdef")
+    assert (refused.exit_code, "0123456789abcdef" in refused.stderr) == (1, True)
+    assert serving(server) == before
+    whole = digest_of_all(digests(marker.tensors(1)).values())
+    assert _json(server, *words, whole)["ranks"][0]["received_digest"] == whole
 
 
 def test_unreachable_server_exits_5() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness import marker
-from sglang_inflight.client import cover_exactly, read_spans
+from sglang_inflight.client import cover_exactly, digest_of_all, digests, read_spans
 from tests.support.engine import run_script
 from tests.support.engine_calls import NONSENSE, TOKENS
 from tests.support.pool import ServerPool
@@ -51,6 +51,12 @@ def test_update_in_flight_returns_a_receipt(
         version,
         base,
     )
+
+
+def test_other_tensors_than_expected_raise(answers: dict[str, Any]) -> None:
+    (rank,) = answers["tensor"]["ranks"]
+    assert rank["received_digest"] == digest_of_all(digests(marker.tensors(2)).values())
+    assert answers["altered"].startswith("Altered: expected_digests: 'lm_head.weight' came with")
 
 
 def test_generating_thread_gets_tokens_of_every_version(answers: dict[str, Any]) -> None:

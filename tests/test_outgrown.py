@@ -12,6 +12,7 @@ import pytest
 
 from harness import marker
 from harness.server import Server
+from sglang_inflight.client import digests
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -61,6 +62,17 @@ def test_checkpoint_that_outgrows_memory_is_written_in_place(
     for output in expect_all_go_on(running):
         assert versions_of(output) == ["v0", "v1"]
     refuse(outgrown.post("/inflight/rollback", {}), "written in place")
+
+
+def test_checkpoint_with_expected_digests_is_not_written_in_place(
+    outgrown: Server, checkpoints: Path
+) -> None:
+    """In place, an altered tensor would be served before the last one has come."""
+    before = serving(outgrown)
+    expected = {"expected_digests": digests(marker.tensors(1))}
+    refused = outgrown.post(DISK, from_disk(checkpoints / "v1", "v1") | expected)
+    refuse(refused, "SGLANG_INFLIGHT_CHANGES_BYTES")
+    assert serving(outgrown) == before
 
 
 def test_tensors_that_outgrow_memory_change_nothing(outgrown: Server) -> None:

@@ -183,6 +183,9 @@ def update_disk(
     expected_version: Annotated[
         str | None, typer.Option(help="Refuse unless this version is served.")
     ] = None,
+    expected_digest: Annotated[
+        str | None, typer.Option(help="Refuse tensors of another digest, all together.")
+    ] = None,
     kv_cache: Annotated[str, typer.Option(help="fence, keep or recompute.")] = "fence",
     url: Url = LOCAL,
     api_key: ApiKey = None,
@@ -199,6 +202,7 @@ def update_disk(
             # the server refuses another policy
             kv_cache=cast("KVPolicy", kv_cache),
             expected_version=expected_version,
+            expected_digest=expected_digest,
             on_progress=on_progress,
         )
     _show_receipt(receipt, as_json=as_json)

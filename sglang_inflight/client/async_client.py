@@ -275,21 +275,28 @@ class AsyncClient:
         partial: bool | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
+        expected_digest: str | None = None,
         **fields: Unpack[BeginFields],
     ) -> AsyncIterator[Session]:
         """Open a session. Updates sent in the block go live together at its end.
 
         The yielded ``Session`` has a ``receipt`` after the block, and a ``session_id`` from the
         start. If the block raises, or this process dies, the session is dropped and nothing has
-        changed. ``kv_cache`` overrides the updates' policies, unless it is None. ``fields`` are
-        the fields of ``/begin_weight_update``. A client has one session at a time.
+        changed. ``kv_cache`` overrides the updates' policies, unless it is None. With
+        ``expected_digest`` the session commits only tensors of this digest, all together (see
+        ``digest_of_all``). ``fields`` are the fields of ``/begin_weight_update``. A client has one
+        session at a time.
         """
+        if expected_digest is not None:
+            fields["received_digest"] = True
         async with self.opened(
             partial=partial, lease_s=lease_s, on_progress=on_progress, **fields
         ) as begun:
             session = Session(begun)
             yield session
-            session.receipt = await self.end(weight_version=weight_version, kv_cache=kv_cache)
+            session.receipt = await self.end(
+                weight_version=weight_version, kv_cache=kv_cache, expected_digest=expected_digest
+            )
 
     @asynccontextmanager
     async def opened(
@@ -339,21 +346,33 @@ class AsyncClient:
         finally:
             self._session_id = None
 
-    async def seal(self) -> StagedSoFar:
-        """Check the open session's tensors on every rank, so that its commit cannot fail."""
+    async def seal(self, *, expected_digest: str | None = None) -> StagedSoFar:
+        """Check the open session's tensors on every rank, so that its commit cannot fail.
+
+        With ``expected_digest`` it also checks that their digest is this one. The session must have
+        been begun with ``received_digest``.
+        """
         answer = await self._post(
             "seal_weight_update",
             attempts=ATTEMPTS,
             patience_s=self.timeout_s + UPDATE_S,
             session_id=self._session_id,
+            expected_digest=expected_digest,
         )
         self._is_sealed = True
         return self._read(StagedSoFar, answer)
 
     async def end(
-        self, *, weight_version: str | None = None, kv_cache: KVPolicy | None = None
+        self,
+        *,
+        weight_version: str | None = None,
+        kv_cache: KVPolicy | None = None,
+        expected_digest: str | None = None,
     ) -> Receipt:
-        """Commit the open session, and seal it first if necessary."""
+        """Commit the open session, and seal it first if necessary.
+
+        ``expected_digest`` is as in ``seal``.
+        """
         receipt = await self._post(
             "end_weight_update",
             patience_s=self.timeout_s + (0.0 if self._is_sealed else UPDATE_S),
@@ -361,6 +380,7 @@ class AsyncClient:
             session_id=self._session_id,
             weight_version=weight_version,
             kv_cache=kv_cache,
+            expected_digest=expected_digest,
         )
         return self._read(Receipt, receipt)
 

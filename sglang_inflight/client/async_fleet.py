@@ -176,12 +176,16 @@ class AsyncFleet:
         on_busy: OnBusy = "refuse",
         selector: Selector | None = None,
         expected_version: str | None = None,
+        expected_digest: str | None = None,
+        received_digest: bool = False,
     ) -> AsyncIterator[Report[Receipt]]:
         """Open a session on all servers. At the block's end all commit its updates, or none.
 
         The yielded report has the receipts after the block. If the block raises, nothing has
         changed. ``kv_cache`` overrides the updates' policies, unless it is None. A server busy
         with another update refuses: two trainers waiting for each other's servers would deadlock.
+        ``expected_digest`` is as in ``AsyncClient.session``: if one server received something else,
+        none commits.
         """
         async with self._two_phases(
             weight_version=weight_version,
@@ -192,6 +196,8 @@ class AsyncFleet:
             partial=partial,
             selector=selector,
             expected_version=expected_version,
+            expected_digest=expected_digest,
+            received_digest=received_digest or expected_digest is not None,
         ) as report:
             self._in_session = True
             try:
@@ -234,6 +240,7 @@ class AsyncFleet:
         weight_version: str | None = None,
         kv_cache: KVPolicy | None = None,
         on_busy: OnBusy = "refuse",
+        expected_digest: str | None = None,
         **fields: Any,
     ) -> AsyncIterator[Report[Receipt]]:
         report = Report[Receipt]("commit")
@@ -248,9 +255,12 @@ class AsyncFleet:
             async def end(server: AsyncClient) -> Receipt:
                 return await server.end(weight_version=weight_version, kv_cache=kv_cache)
 
+            async def seal(server: AsyncClient) -> StagedSoFar:
+                return await server.seal(expected_digest=expected_digest)
+
             await self._all_or_none("begin", begin)
             yield report
-            await self._all_or_none("seal", AsyncClient.seal)
+            await self._all_or_none("seal", seal)
             await self._commit(report, end, _prefill_first(found))
             _require_one_side(report)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_inflight.client.changes import Change, require_whole
+from sglang_inflight.tensor_digest import digests
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ class Bucket:
     dtypes: list[str]
     shapes: list[list[int]]
     flat: torch.Tensor
+    # of the tensors before they were flattened, by name; None if nobody asked for them
+    digests: dict[str, str] | None
 
     def describe(self) -> dict[str, object]:
         """Return the bucket's fields of an update's body."""
@@ -52,37 +55,49 @@ class Bucket:
             "dtypes": self.dtypes,
             "shapes": self.shapes,
             "load_format": self.load_format,
+            "expected_digests": self.digests,
         }
 
 
 def fill_buckets(
-    pieces: Iterable[Piece], most_bytes: int, device: torch.device | str
+    pieces: Iterable[Piece],
+    most_bytes: int,
+    device: torch.device | str,
+    *,
+    with_digests: bool = False,
 ) -> Iterator[Bucket]:
     """Yield buckets on ``device`` of at most ``most_bytes``, or of one larger piece.
 
     ``pieces`` may be a generator: a piece is held only until its bucket is filled. A bucket has
-    one ``load_format``, and buckets of all formats together hold at most ``most_bytes``.
+    one ``load_format``, and buckets of all formats together hold at most ``most_bytes``. Digests
+    are computed on the way into a bucket, from the tensors where they are.
     """
     held: dict[str, list[NamedTensor]] = {}
     size = 0
     for piece in pieces:
         if held and size + piece.nbytes > most_bytes:
-            yield from _flatten_all(held, device)
+            yield from _flatten_all(held, device, with_digests)
             size = 0
         held.setdefault(piece.load_format, []).extend(piece.tensors)
         size += piece.nbytes
-    yield from _flatten_all(held, device)
+    yield from _flatten_all(held, device, with_digests)
 
 
 def _flatten_all(
-    held: dict[str, list[NamedTensor]], device: torch.device | str
+    held: dict[str, list[NamedTensor]], device: torch.device | str, with_digests: bool
 ) -> Iterator[Bucket]:
     while held:
         load_format, tensors = held.popitem()
-        yield _flatten(load_format, tensors, device)
+        expected = digests(tensors) if with_digests else None
+        yield _flatten(load_format, tensors, device, expected)
 
 
-def _flatten(load_format: str, tensors: list[NamedTensor], device: torch.device | str) -> Bucket:
+def _flatten(
+    load_format: str,
+    tensors: list[NamedTensor],
+    device: torch.device | str,
+    expected: dict[str, str] | None,
+) -> Bucket:
     import torch
 
     # the receiver cannot view a tensor at an offset within an element: larger elements come first
@@ -96,4 +111,5 @@ def _flatten(load_format: str, tensors: list[NamedTensor], device: torch.device 
         [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
         [list(tensor.shape) for _, tensor in tensors],
         parts[0] if len(parts) == 1 else torch.cat(parts),
+        expected,
     )

@@ -28,6 +28,9 @@ class UpdateOptions(TypedDict, total=False):
     timeout_s: float | None
     selector: Selector | None
     abort_all_requests: bool
+    expected_digests: dict[str, str] | None
+    expected_digest: str | None
+    received_digest: bool
 
 
 class DiskOptions(UpdateOptions, total=False):
@@ -74,6 +77,7 @@ class BeginFields(TypedDict, total=False):
     selector: Selector | None
     expected_version: str | None
     on_busy: OnBusy
+    received_digest: bool
 
 
 class SessionFields(BeginFields, total=False):
@@ -82,6 +86,7 @@ class SessionFields(BeginFields, total=False):
     kv_cache: KVPolicy | None
     lease_s: float
     on_progress: OnProgress | None
+    expected_digest: str | None
 
 
 @dataclass(frozen=True)

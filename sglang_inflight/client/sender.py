@@ -99,6 +99,7 @@ class Sender(Generic[Receipt_co]):
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
         sparse: bool = False,
+        check: bool = False,
     ) -> None:
         """Create a sender. Trainers of one server need different ``group_name``.
 
@@ -106,7 +107,9 @@ class Sender(Generic[Receipt_co]):
         each rank, ours included, and uses the current one. ``master_address`` is this machine's
         address for the servers, by default the local address of its route to them. A bucket takes
         at most ``bucket_bytes`` here and on each rank. ``timeout_s`` is the time limit for joining.
-        ``sparse`` sends changed elements: it takes memory for a copy of the weights.
+        ``sparse`` sends changed elements: it takes memory for a copy of the weights. ``check``
+        sends each tensor's digest along: if a bit changes on the way, ``send`` raises ``Altered``
+        (``FleetRefused`` for a fleet), and nothing has changed.
         """
         import torch
 
@@ -119,6 +122,7 @@ class Sender(Generic[Receipt_co]):
         self._device = f"cuda:{torch.cuda.current_device()}" if self._backend == "nccl" else "cpu"
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
+        self._check = check
         self._timeout_s = timeout_s
         self._group: TrainerGroup | None = None
         # servers in the group
@@ -235,7 +239,10 @@ class Sender(Generic[Receipt_co]):
                     calls = {server.url: self._start(server.status) for server in self._servers}
                     served = {url: call.result() for url, call in calls.items()}
                     base.require_served(digests_of(served))
-                for bucket in fill_buckets(pieces, self._bucket_bytes, self._device):
+                buckets = fill_buckets(
+                    pieces, self._bucket_bytes, self._device, with_digests=self._check
+                )
+                for bucket in buckets:
                     self._send(bucket)
         except BaseException:
             # the session is dropped by now, and no rank waits for a broadcast

@@ -102,6 +102,9 @@ class Window:
     weight_version: str | None = None
     # of the client's begin_weight_update
     partial: bool | None = None
+    # as in BeginBody's received_digest, and in EndBody
+    asks_digests: bool = False
+    expected_digest: str | None = None
     # why the session was dropped
     failure: InflightError | None = None
     # of the real pause, if the window became one
@@ -333,13 +336,14 @@ class Transparent:
             return await self._updates.begin(body)
         window.require_whole()
         window.partial = body.partial
+        window.asks_digests = body.received_digest
         # a client may take long between begin and its first piece
         self._start_grace(window, self._settings.update_timeout_s)
         return Deferred(message="The pieces go live at continue_generation.")
 
     async def seal(self, body: SealBody) -> StagedSoFar:
         if self._window is not None and body.session_id is None:
-            body = SealBody(session_id=self._window.session_id)
+            body = msgspec.structs.replace(body, session_id=self._window.session_id)
         return await self._updates.seal(body)
 
     async def end(self, body: EndBody) -> Receipt | Deferred:
@@ -348,6 +352,7 @@ class Transparent:
             return await self._updates.end(body)
         window.require_whole()
         window.weight_version = body.weight_version or window.weight_version
+        window.expected_digest = body.expected_digest or window.expected_digest
         return Deferred(message="The session goes live at continue_generation.")
 
     async def abort(self, body: AbortUpdateBody) -> None:
@@ -396,6 +401,7 @@ class Transparent:
                 partial=self._partial_of(window, first),
                 expected_version=first.expected_version,
                 lease_s=self._settings.update_timeout_s,
+                received_digest=window.asks_digests,
             )
         )
         window.session_id = begun.session_id
@@ -428,6 +434,8 @@ class Transparent:
             await self._drop_session(window)
         window.require_whole()
         if window.session_id is None:
+            if window.expected_digest is not None:
+                raise Refused("expected_digest cannot be compared: no weights were sent")
             if window.weight_version is not None:
                 await self._updates.rename(
                     NameBody(new_version=window.weight_version, abort_all_requests=False)
@@ -441,6 +449,7 @@ class Transparent:
                     non_blocking=True,
                     weight_version=window.weight_version,
                     kv_cache=as_sglang_does(policy, self._can),
+                    expected_digest=window.expected_digest,
                 )
             )
         except Refused as error:

@@ -244,6 +244,8 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
     success: bool = True
     message: str = ""
     digest: str
+    # of all tensors that came to the rank, as they were sent; None if nobody asked for it
+    received_digest: str | None = None
 
 
 class Receipt(Answer, frozen=True, kw_only=True):

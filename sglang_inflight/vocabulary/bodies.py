@@ -30,6 +30,9 @@ AdapterKVPolicy = Literal["recompute", "fence"]
 KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
 
+# of a tensor, or of many: see ``tensor_digest.py``
+DigestText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
 DEFAULT_GROUP = "weight_update_group"
 # a load_format: positions and values of a tensor's changed elements
 SPARSE = "sparse"
@@ -97,6 +100,12 @@ class UpdateBody(Body, kw_only=True):
     session_id: Name | None = None
     # done at the commit, so that a refused update has ended no request
     abort_all_requests: bool = False
+    # digests of this call's tensors, by name: every tensor needs one, and must come with it
+    expected_digests: dict[str, DigestText] | None = None
+    # the digest of all tensors of this call together
+    expected_digest: DigestText | None = None
+    # have the receipt say the digest of all tensors that came
+    received_digest: bool = False
 
     def __post_init__(self) -> None:
         self.weight_version = self.weight_version or None
@@ -187,10 +196,14 @@ class BeginBody(Body, kw_only=True):
     session_id: Name | None = None
     # id of a new session: the caller can repeat the call after a lost answer
     new_id: NewId | None = None
+    # compute the digest of all tensors of the session
+    received_digest: bool = False
 
 
 class SealBody(Body, kw_only=True):
     session_id: Name | None = None
+    # the digest of all tensors of the session together
+    expected_digest: DigestText | None = None
 
 
 class EndBody(Body, kw_only=True):
@@ -202,6 +215,8 @@ class EndBody(Body, kw_only=True):
     flush_cache: bool | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
+    # as in SealBody
+    expected_digest: DigestText | None = None
 
     def __post_init__(self) -> None:
         check_version(self.weight_version)

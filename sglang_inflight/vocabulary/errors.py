@@ -118,6 +118,10 @@ class Unproven(Refused):
     """SGLang finishes the model after loading in a way that cannot be repeated beside it."""
 
 
+class Altered(Refused):
+    """Tensors came with other digests than expected. Send them again."""
+
+
 class Dropped(Refused):
     """The update was dropped before its commit."""
 

@@ -21,6 +21,7 @@ import sglang
 
 from harness import marker
 from harness.server import free_port
+from sglang_inflight.client import digests
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.load import ENDLESS
 
@@ -90,6 +91,13 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
         non_blocking=True,
         flush_cache=False,
         weight_version="v2",
+        expected_digests=digests(marker.tensors(2)),
+    )
+    answers["altered"] = said(
+        engine.update_weights_from_tensor,
+        list(marker.tensors(1).items()),
+        non_blocking=True,
+        expected_digests=digests(marker.tensors(2)),
     )
     answers["continue"] = engine.continue_generation()
     answers["distributed"] = update_from_trainer(engine, 3)

@@ -66,7 +66,7 @@ class Rank:
     def fill_hollow(self, call: Tensors) -> int:
         """Make a partial update of hollow weights. Return the number of elements still missing."""
         opened: Any = SimpleNamespace(
-            update_id="u", partial=True, may_be_empty=False, in_place=False
+            update_id="u", partial=True, may_be_empty=False, in_place=False, asks_digests=False
         )
         update = Update(opened, base_version="", fills_hollow=True, marks=not self._is_marked)
         self._is_marked = True
@@ -79,7 +79,7 @@ class Rank:
     ) -> None:
         """Make one update of several calls, overwriting the sender's memory after each call."""
         opened: Any = SimpleNamespace(
-            update_id="u", partial=partial, may_be_empty=False, in_place=False
+            update_id="u", partial=partial, may_be_empty=False, in_place=False, asks_digests=False
         )
         update = Update(opened, base_version="")
         self._send(update, calls, load_format)

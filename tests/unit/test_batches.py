@@ -108,7 +108,7 @@ class Rank:
     def receive(self, handles: dict[str, str]) -> int:
         """Return the number of tensors taken in, from the rank's answer."""
         call: Any = SimpleNamespace(
-            update_id="u", partial=False, may_be_empty=False, in_place=False
+            update_id="u", partial=False, may_be_empty=False, in_place=False, asks_digests=False
         )
         update = Update(call, base_version="")
         self._jobs.prepare(update, None, after=None)

@@ -77,7 +77,9 @@ class Rank(ManualWorker):
     def prepare(self, update: Update, selector: None, *, after: Any) -> None:
         pass
 
-    def fill(self, update: Update, source: DistributedSource, selector: None) -> Staged:
+    def fill(
+        self, update: Update, source: DistributedSource, selector: None, digests: None
+    ) -> Staged:
         for _, tensor in broadcast.receive(source, self.groups, CPU, update.check):
             self.received.append(int(tensor[0]))
         return Staged(staged_s=0.0, tensors=1, bytes=1)

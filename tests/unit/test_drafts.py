@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import json
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.messages import DIRECT, Selector
+from sglang_inflight.client import digest_of_all, digests
+from sglang_inflight.messages import DIRECT, AskedDigests, Selector
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -21,7 +23,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Names, Update
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Altered, Refused
 from tests.unit.fakes import uncounted
 
 Weights = dict[str, torch.Tensor]
@@ -80,10 +82,11 @@ class Rank:
         partial: bool,
         load_format: str | None = None,
         needs: Names | None = None,
-    ) -> Names:
-        """Make one update, with a piece for each pair, and return the names of its tensors."""
+        asked: AskedDigests | None = None,
+    ) -> Update:
+        """Make one update of ``pieces``, and return it."""
         call: Any = SimpleNamespace(
-            update_id="u", partial=partial, may_be_empty=False, in_place=False
+            update_id="u", partial=partial, may_be_empty=False, in_place=False, asks_digests=False
         )
         source: Any = SimpleNamespace(load_format=load_format)
         update = Update(call, base_version="", needs=needs)
@@ -93,12 +96,12 @@ class Rank:
                 pair
                 for pair in weights.items()  # noqa: B023
             )
-            self._jobs.fill(update, source, selector)
+            self._jobs.fill(update, source, selector, asked)
         self._jobs.seal(update, self.digest)
         assert update.sealed is not None
         update.sealed.swap.make()
         self.digest = update.sealed.digest
-        return update.sealed.names
+        return update
 
     @property
     def served(self) -> tuple[float, float, float]:
@@ -159,6 +162,23 @@ def test_update_of_both_takes_targets_embeddings() -> None:
     assert rank.read_digest() == told
 
 
+def names_of(update: Update) -> Names:
+    assert update.sealed is not None
+    return update.sealed.names
+
+
+def test_tensors_for_both_models_are_digested_once() -> None:
+    """Equal tensors have one digest, whatever loads them."""
+    rank = Rank(StagingMode.DEVICE)
+    both = rank.update(("all", weights_of(2)), partial=True, asked=AskedDigests())
+    assert rank.served == (2, 2, 2)
+    assert both.received_digest == digest_of_all(digests(weights_of(2)).values())
+    wrong = AskedDigests(expected=json.encode(digests(weights_of(2))))
+    with pytest.raises(Altered, match="'embeddings', 'own' came with another digest"):
+        rank.update(("all", weights_of(3)), partial=True, asked=wrong)
+    assert rank.served == (2, 2, 2)
+
+
 def test_target_update_changes_drafts_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
     rank.update(("target", weights_of(2)), partial=False)
@@ -171,10 +191,11 @@ def test_needed_tensors_are_those_of_the_updates_models(mode: StagingMode) -> No
     rank = Rank(mode)
     target: Piece = ("target", weights_of(2))
     draft: Piece = ("draft", {"own": torch.full((3,), 7.0)})
-    needs = rank.update(target, draft, partial=True, needs={})
+    needs = names_of(rank.update(target, draft, partial=True, needs={}))
     assert needs == {"target": {"embeddings", "own"}, "draft": {"own"}}
     # one model alone needs its own tensors only
-    assert rank.update(draft, partial=True, needs=needs) == {"draft": {"own"}}
+    alone = rank.update(draft, partial=True, needs=needs)
+    assert names_of(alone) == {"draft": {"own"}}
     rank.update(target, partial=True, needs=needs)
     other: Piece = ("draft", {"embeddings": torch.full((4,), 7.0)})
     with pytest.raises(Refused, match=r"1 of the 1 tensors .* the draft model were not sent: own"):

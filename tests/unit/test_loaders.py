@@ -275,7 +275,9 @@ def test_replaced_attribute_refuses_later_staged_updates() -> None:
     rank = rank_of(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank.update(tensors(2.0))
-    opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False, in_place=False)
+    opened: Any = SimpleNamespace(
+        update_id="u", partial=False, may_be_empty=False, in_place=False, asks_digests=False
+    )
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank._jobs.prepare(Update(opened, base_version=""), None, after=None)
     assert are_equal(tensors_read_by_forward(model), before)

@@ -315,7 +315,7 @@ class Rank:
     ) -> list[Staged]:
         """Make one update of several calls, overwriting the sender's memory after each call."""
         opened: Any = SimpleNamespace(
-            update_id="u", partial=partial, may_be_empty=False, in_place=False
+            update_id="u", partial=partial, may_be_empty=False, in_place=False, asks_digests=False
         )
         update = Update(opened, base_version="")
         self._jobs.prepare(update, None, after=None)

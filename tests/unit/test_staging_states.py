@@ -51,7 +51,7 @@ class NoModel:
     def prepare(self, update: Update, selector: None, *, after: Any) -> Done:
         return Done()
 
-    def fill(self, update: Update, source: Any, selector: None) -> Staged:
+    def fill(self, update: Update, source: Any, selector: None, digests: None) -> Staged:
         self.load()
         return Staged(staged_s=0.0, tensors=1, bytes=1)
 

@@ -24,8 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_inflight.frontend.aio import Deadline, SharedCall
+from sglang_inflight.frontend.ranks import rank_of
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import (
+    AskedDigests,
     Committed,
     DiskSource,
     IPCSource,
@@ -36,8 +38,9 @@ from sglang_inflight.messages import (
     Staged,
     Voted,
 )
+from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import RankReceipt, Receipt, StagedChanges
-from sglang_inflight.vocabulary.errors import Conflict, Dropped
+from sglang_inflight.vocabulary.errors import Altered, Conflict, Dropped, Refused, list_names
 
 
 class Phase(enum.Enum):
@@ -95,6 +98,8 @@ class OpenUpdate:
     bytes: int = 0
     # how many tensors were quantized on arrival, by what came and what is served
     quantized: Counter[str] = field(default_factory=Counter)
+    # digest of all tensors that came to each rank, None if the ranks do not know it
+    received: dict[Rank, str | None] = field(default_factory=dict)
     # checkpoint of an update from disk
     checkpoint: DiskSource | None = None
     is_of_checkpoint_engine: bool = False
@@ -203,7 +208,13 @@ class OpenUpdate:
 
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
+        self.received = _received(votes)
         self.staged_as = _together([rank.staged_as for rank in votes], self.opening.why_in_place)
+
+    def expect(self, expected_digest: str | None) -> None:
+        """Raise ``Altered`` unless all voting ranks received tensors of this digest, if any."""
+        if expected_digest is not None:
+            _require_received(self.received, expected_digest, "the session")
 
     # ---- its lease -----------------------------------------------------------------
 
@@ -228,6 +239,7 @@ class OpenUpdate:
             as_before=self.opening.as_before,
             may_be_empty=self.opening.may_be_empty,
             in_place=self.opening.why_in_place is not None,
+            asks_digests=self.opening.asks_digests,
             timeout_s=deadline.seconds_left,
         )
 
@@ -236,11 +248,36 @@ class OpenUpdate:
             update_id=self.id,
             source=wanted.source,
             selector=wanted.selector,
+            digests=wanted.digests or (AskedDigests() if self.opening.asks_digests else None),
             timeout_s=wanted.deadline.seconds_left,
         )
 
     def seal_call(self, deadline: Deadline) -> SealCall:
         return SealCall(update_id=self.id, timeout_s=deadline.seconds_left)
+
+
+def expect_staged(staged: list[Staged], expected_digest: str | None) -> None:
+    """Raise ``Altered`` unless all ranks received a call's tensors of this digest, if any."""
+    if expected_digest is not None:
+        _require_received(_received(staged), expected_digest, "the call")
+
+
+def _received(answers: list[Staged] | list[Voted]) -> dict[Rank, str | None]:
+    return {rank_of(answer): answer.received_digest for answer in answers}
+
+
+def _require_received(received: dict[Rank, str | None], expected: str, what: str) -> None:
+    if None in received.values():
+        raise Refused(
+            f"expected_digest cannot be compared: no tensor of {what} came, or some came while no "
+            "digests were asked for. Begin the session with received_digest=true"
+        )
+    wrong = [f"{rank}: {digest}" for rank, digest in received.items() if digest != expected]
+    if wrong:
+        raise Altered(
+            f"expected_digest is {expected}, and the tensors of {what} came with another one: "
+            f"{list_names(wrong)}"
+        )
 
 
 def _together(ranks: list[StagedChanges], why_in_place: str | None) -> StagedChanges:
@@ -267,6 +304,7 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         if update.weight_version is not None:
             message += f" Weight version updated to {update.weight_version}."
     first = committed[0]
+    received = update.received if update is not None else {}
     return Receipt(
         message=message,
         weight_version=first.weight_version,
@@ -282,7 +320,11 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         quantized=dict(update.quantized) if update is not None else {},
         ranks=tuple(
             RankReceipt(
-                dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest
+                dp_rank=rank.dp_rank,
+                tp_rank=rank.tp_rank,
+                pp_rank=rank.pp_rank,
+                digest=rank.digest,
+                received_digest=received.get(rank_of(rank)),
             )
             for rank in committed
         ),

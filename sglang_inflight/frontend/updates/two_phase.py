@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, TypeVar
 from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
-from sglang_inflight.frontend.updates.open_update import Event, OpenUpdate, write_receipt
+from sglang_inflight.frontend.updates.open_update import (
+    Event,
+    OpenUpdate,
+    expect_staged,
+    write_receipt,
+)
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.wanted import Wanted
 from sglang_inflight.messages import (
@@ -168,6 +173,7 @@ class TwoPhase:
             self._call(update.stage_call(wanted), deadline),
             self._call(update.seal_call(deadline), deadline),
         )
+        expect_staged(staged, wanted.expected_digest)
         update.count(staged)
         update.count_votes(votes)
         update.move(Event.VOTE)
@@ -208,7 +214,7 @@ class TwoPhase:
             return opened
         except Unproven as unproven:
             self._is_staged = False
-            if self._can.in_place is not None:
+            if self._can.in_place is not None or update.opening.asks_digests:
                 raise
             why = f"{unproven}"
         logger.warning("Requests wait, and the update is written in place: %s", why)
@@ -221,7 +227,9 @@ class TwoPhase:
     async def stage(self, session: OpenUpdate, wanted: Wanted) -> None:
         """Stage a piece of the session."""
         self._add(session, wanted)
-        session.count(await self._call(session.stage_call(wanted), wanted.deadline))
+        staged = await self._call(session.stage_call(wanted), wanted.deadline)
+        expect_staged(staged, wanted.expected_digest)
+        session.count(staged)
         session.require_alive()
 
     async def seal(self, session: OpenUpdate, deadline: Deadline) -> None:
@@ -231,6 +239,11 @@ class TwoPhase:
             votes = await self._call(session.seal_call(deadline), deadline)
             session.move(Event.VOTE)
             session.count_votes(votes)
+
+    async def expect(self, session: OpenUpdate, expected_digest: str | None) -> None:
+        """Drop the sealed session, and raise ``Altered``, if it has not this digest."""
+        async with self.dropped_on_failure(session):
+            session.expect(expected_digest)
 
     def _add(self, update: OpenUpdate, wanted: Wanted) -> None:
         update.move(Event.STAGE)

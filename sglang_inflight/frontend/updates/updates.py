@@ -111,9 +111,10 @@ class Updates:
     def _may_write_in_place(self, wanted: Wanted) -> bool:
         """Return whether an update that was dropped may be done anew, in place.
 
-        Tensors were received and are gone, and a checkpoint is still there.
+        Tensors were received and are gone, and a checkpoint is still there. Expected digests are
+        compared before anything is written in place, and that needs staging.
         """
-        is_there = isinstance(wanted.source, DiskSource)
+        is_there = isinstance(wanted.source, DiskSource) and wanted.digests is None
         return is_there and self._settings.outgrown == "in_place" and self._can.in_place is None
 
     async def _update_once(self, wanted: Wanted, why_in_place: str | None = None) -> Receipt:
@@ -207,6 +208,7 @@ class Updates:
         session = self._require_named(body.session_id)
         self._require_uncommitted(session)
         await self._seal(session, self._deadline(None))
+        await self._two_phase.expect(session, body.expected_digest)
         session.renew_lease()
         return self._describe(session, "Sealed. It goes live at end_weight_update.")
 
@@ -238,6 +240,7 @@ class Updates:
             if waits:
                 await self._idle.enter(stack, session, deadline)
             await self._seal(session, deadline)
+            session.expect(ending.expected_digest)
             await self._two_phase.vote_on_kv(session, deadline)
             return await self._two_phase.commit(session)
 

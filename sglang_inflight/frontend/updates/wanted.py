@@ -6,10 +6,13 @@ import uuid
 from dataclasses import dataclass
 from functools import singledispatch
 
+import msgspec
+
 from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.messages import (
     SPARSE,
+    AskedDigests,
     DiskSource,
     DistributedSource,
     IPCSource,
@@ -88,6 +91,8 @@ class Opening:
     lease_s: float | None = None
     # why the update is written in place, while requests wait; None if it is staged
     why_in_place: str | None = None
+    # the ranks compute digests of all tensors as they come
+    asks_digests: bool = False
 
     @property
     def may_be_empty(self) -> bool:
@@ -115,6 +120,7 @@ class Opening:
             is_session=True,
             takes_unnamed=not body.non_blocking,
             lease_s=body.lease_s,
+            asks_digests=body.received_digest,
         )
 
     @classmethod
@@ -125,6 +131,7 @@ class Opening:
             partial=wanted.partial,
             expected_version=wanted.expected_version,
             why_in_place=why_in_place,
+            asks_digests=wanted.digests is not None,
         )
 
 
@@ -153,6 +160,10 @@ class Wanted:
     # abort all requests at the commit
     aborts_requests: bool
     torch_empty_cache: bool
+    # the ranks compute digests of the call's tensors as they come; None if they need not
+    digests: AskedDigests | None
+    # of all tensors of the call together
+    expected_digest: str | None
 
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline, can: Capabilities) -> Wanted:
@@ -175,7 +186,16 @@ class Wanted:
             non_blocking=body.non_blocking,
             aborts_requests=body.abort_all_requests,
             torch_empty_cache=body.torch_empty_cache,
+            digests=_digests_of(body),
+            expected_digest=body.expected_digest,
         )
+
+
+def _digests_of(body: UpdateBody) -> AskedDigests | None:
+    if body.expected_digests is not None:
+        return AskedDigests(expected=msgspec.json.encode(body.expected_digests))
+    is_asked = body.received_digest or body.expected_digest is not None
+    return AskedDigests() if is_asked else None
 
 
 @dataclass(frozen=True)
@@ -186,6 +206,8 @@ class Ending:
     kv_policy: KVPolicy | None
     non_blocking: bool
     torch_empty_cache: bool
+    # of all tensors of the session together
+    expected_digest: str | None
 
     @property
     def uses_our_fields(self) -> bool:
@@ -201,4 +223,5 @@ class Ending:
             else None,
             non_blocking=body.non_blocking,
             torch_empty_cache=body.torch_empty_cache,
+            expected_digest=body.expected_digest,
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_inflight.messages import (
+    AskedDigests,
     DiskSource,
     DistributedSource,
     GPUMemorySource,
@@ -27,6 +28,7 @@ from sglang_inflight.messages import (
     is_sparse,
 )
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import digest_of
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
@@ -56,7 +58,7 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
-from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
 from sglang_inflight.vocabulary.answers import Proof
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
@@ -104,6 +106,8 @@ class Jobs:
         self._device = device
         self._rate_limit = rate_limit
         self._check_finite = check_finite
+        # keeps its pinned memory: an allocation of it may wait for the device
+        self._host_reader = HostReader()
         self._gpu_memory = GPUMemory(device)
 
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
@@ -120,6 +124,8 @@ class Jobs:
         in_place = self._mode is StagingMode.OFF or update.in_place
         if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
+        if update.asks_digests:
+            self._refuse_digests_in_place(update)
         update.roles = {model.role for model in models}
         _refuse_partially_written(update, update.roles)
         for model in self._models:
@@ -150,9 +156,20 @@ class Jobs:
             form.add(weight, keeps=keeps, check=update.check)
         return Opened(in_place=False)
 
-    def fill(self, update: Update, source: Source, selector: Selector | None) -> Staged:
-        """Load one call's tensors into the shadow, through the model's own loader."""
+    def fill(
+        self,
+        update: Update,
+        source: Source,
+        selector: Selector | None,
+        digests: AskedDigests | None = None,
+    ) -> Staged:
+        """Load one call's tensors into the shadow, through the model's own loader.
+
+        Raise ``Altered`` with the tensors' names if they come with other ``digests`` than expected.
+        """
         update.check()
+        if digests is not None:
+            self._refuse_digests_in_place(update)
         started = time.perf_counter()
         staged = [model for model in self._models if model.role in update.roles]
         models = self._select(staged, selector)
@@ -160,8 +177,12 @@ class Jobs:
             raise Refused(f"selector {selector!r} selects no model of this update")
         tensors = nbytes = 0
         quantized: Counter[str] = Counter()
+        arrivals = Arrivals(digests, self._host_reader, update.check, self._rate_limit)
         # close at once: the sender waits for the outcome
-        with closing(self._read_for_each(models, update, source)) as loads:
+        with (
+            arrivals.explaining(),
+            closing(self._read_for_each(models, update, source, arrivals)) as loads,
+        ):
             for model, weights in loads:
                 with closing(weights):
                     checks = model.load(
@@ -181,10 +202,17 @@ class Jobs:
                     quantized += checks.quantized
                 if isinstance(source, DiskSource):
                     update.checkpoints[model.role] = source
+        update.add_digests(arrivals.digests)
         staged_s = time.perf_counter() - started
         self._metrics.observe_load(source, staged_s)
         self._metrics.staged_bytes.inc(nbytes)
-        return Staged(staged_s=staged_s, tensors=tensors, bytes=nbytes, quantized=dict(quantized))
+        return Staged(
+            staged_s=staged_s,
+            tensors=tensors,
+            bytes=nbytes,
+            quantized=dict(quantized),
+            received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
+        )
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
         """Count and hand on each tensor of an update, on its way to a model's loader."""
@@ -246,7 +274,11 @@ class Jobs:
         names = {m.role: frozenset(update.names.get(m.role, ())) for m in models}
         update.sealed = Sealed(digest, swap, checkpoints, missing, staged_as, names)
         self._metrics.observe_changes(staged_as)
-        return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
+        return Voted(
+            staged_s=time.perf_counter() - started,
+            staged_as=staged_as,
+            received_digest=update.received_digest,
+        )
 
     def drop(self) -> None:
         """Release the sender's memory, and what a dropped update has loaded."""
@@ -279,6 +311,15 @@ class Jobs:
     def forget_shadows(self) -> None:
         """Free the shadows. Called on the scheduler's thread, while there is no job."""
         self._shadows.forget(self._device)
+
+    def _refuse_digests_in_place(self, update: Update) -> None:
+        """Raise ``Refused`` if tensors would be written over served ones, and compared later."""
+        if self._mode_of(update) is StagingMode.OFF and not update.fills_hollow:
+            raise Refused(
+                "expected_digests, expected_digest and received_digest need staged weights: this "
+                "update is written in place, and an altered tensor would be served before the last "
+                "one has come. Leave them out"
+            )
 
     def _mode_of(self, update: Update) -> StagingMode:
         is_in_place = update.fills_hollow or update.in_place
@@ -329,7 +370,11 @@ class Jobs:
         )
 
     def _read_for_each(
-        self, models: list[ShadowedModel], update: Update, source: Source
+        self,
+        models: list[ShadowedModel],
+        update: Update,
+        source: Source,
+        arrivals: Arrivals,
     ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
         """Yield each model with the tensors of one loader call, in the order of the calls.
 
@@ -344,20 +389,22 @@ class Jobs:
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
-                yield model, weights
+                yield model, arrivals.watch(weights)
+                arrivals.end_reading()
             return
         with closing(self._read_once(source, update)) as batches:
             for batch in batches:
                 if len(models) == 1:
-                    yield models[0], batch
+                    yield models[0], arrivals.watch(batch)
                     continue
                 # a custom loader may need all tensors of a call at once, and a sparse tensor
                 # needs both its halves
                 is_one = has_custom_loader(source) or is_sparse(source)
                 most = math.inf if is_one else MOST_BYTES
-                for part in in_parts(batch, most):
+                for part in in_parts(arrivals.watch(batch), most):
                     for model in models:
                         yield model, (pair for pair in part)
+        arrivals.end_reading()
 
     def _read_once(
         self,

@@ -194,7 +194,7 @@ class Staging:
                 self._hold_for(update)
 
             def job() -> Staged:
-                return self._jobs.fill(update, call.source, call.selector)
+                return self._jobs.fill(update, call.source, call.selector, call.digests)
 
             if isinstance(call.source, DistributedSource):
                 self._submit_receiving(update, call, call.source, job)

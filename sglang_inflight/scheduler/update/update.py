@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.messages import DiskSource, OpenCall
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.tensor_digest import digest_of_all
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Dropped
 
@@ -80,6 +81,10 @@ class Update:
         self.is_sparse = False
         self.tensors = 0
         self.bytes = 0
+        self.asks_digests = call.asks_digests
+        # of all tensors so far; None before the first call, and once a call asked for no digests
+        self.received_digest: str | None = None
+        self._is_undigested = False
         # sources read from disk, by role
         self.checkpoints: dict[str, DiskSource] = {}
         # digest of the live weights, if the seal had to compute it
@@ -90,6 +95,15 @@ class Update:
         self.failed: str | None = None
         self.dropped: str | None = None
         self._deadline = float("inf")
+
+    def add_digests(self, digests: list[str] | None) -> None:
+        """Add the digests of a call's tensors, or None if the call asked for none."""
+        self._is_undigested = self._is_undigested or digests is None
+        if self._is_undigested or digests is None:
+            self.received_digest = None
+            return
+        before = [] if self.received_digest is None else [self.received_digest]
+        self.received_digest = digest_of_all([*before, *digests])
 
     def allow(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now. Each call renews the deadline."""
