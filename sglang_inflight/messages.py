@@ -49,6 +49,10 @@ MeetBy = Literal["torch", "stateless"]
 KV_VERSIONS = "kv_versions"
 ADAPTER_VERSIONS = "adapter_versions"
 MAX_VERSION_LAG = "max_version_lag"
+RECORDS = "records"
+# which forwards the rows of an answer come from: those that sampled its tokens, or those that made
+# the KV in use at its end
+Records = Literal["sampled", "recomputed"]
 
 # prefix of a control request's id: every rank answers such a request of SGLang's
 CONTROL_CALL = "inflight-control-"

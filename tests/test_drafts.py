@@ -15,19 +15,24 @@ import torch
 
 from harness import marker
 from harness.server import Server, serve
-from tests.support import eagle, post_processed
+from tests.support import eagle, post_processed, routed
 from tests.support.load import (
     ENDLESS,
     ask,
     expect_all_go_on,
     expect_spans_in_chunks,
     expect_whole,
+    labels_of,
+    pause,
+    prompt,
+    resume,
     start,
     start_running,
     update,
     versions_of,
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
+from tests.support.records import ask_for_routes, routes_of, single_version
 from tests.support.updates import expect_served, misshapen, refuse, serving, tensor_body
 
 # one zygote serves all tests without compiled code, see ``drafting``
@@ -203,3 +208,35 @@ def test_draft_with_its_own_checkpoint_updates_only_when_selected(
         expect_drafts(server, accepted=False)
         ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
         expect_drafts(server, accepted=True)
+
+
+def test_accepted_tokens_have_the_routes_of_their_own_version(tmp_path: Path) -> None:
+    """Their routes come from the verifying forward, before and after a retraction."""
+    for version in range(2):
+        routed.build_without_attention(tmp_path / f"v{version}", version)
+    draft = eagle.build_of_embeddings(tmp_path / "draft")
+    flags = ("--dtype", "float32", "--enable-return-routed-experts")
+    ids = prompt(16)
+    with drafting("EAGLE", tmp_path / "v0", draft, tmp_path, *flags) as server:
+        (generation,) = start_running(
+            server, 1, tokens=ENDLESS, input_ids=ids, return_routed_experts=True
+        )
+        generation.wait_for_tokens(3 * STEP)
+        pause(server, "in_place")
+        update(server, tmp_path, 1, non_blocking=True, kv_cache="recompute")
+        resume(server)
+        generation.wait_for_tokens(generation.count + 3 * STEP)
+        generation.abort()
+        output = generation.output()
+    assert output.meta["spec_accept_length"] > 2
+    made_by = labels_of(output.meta["weight_versions"])
+    # row p belongs to token p + 1, and the prompt's rows to the first version
+    row_by = ["v0"] * (len(ids) - 1) + made_by
+    rows = routes_of(output.meta).tolist()
+    assert len(rows) == len(row_by)
+    for name in ("v0", "v1"):
+        with single_version(tmp_path / name, tmp_path / "alone.log") as alone:
+            expected = ask_for_routes(alone, ids + output.tokens[:-1])
+        own = [position for position, label in enumerate(row_by) if label == name]
+        assert [rows[p] for p in own] == [expected[p] for p in own]
+        assert len({str(rows[p]) for p in own}) > 2

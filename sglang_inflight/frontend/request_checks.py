@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight import capabilities
 from sglang_inflight.inactive import why_inactive
-from sglang_inflight.messages import MAX_VERSION_LAG
+from sglang_inflight.messages import MAX_VERSION_LAG, RECORDS, Records
 from sglang_inflight.sglang_types import get_memory, get_schedule
 from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, read_contract
 from sglang_inflight.vocabulary.errors import Refused
@@ -61,6 +61,20 @@ def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
         raise ValueError(
             f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
         )
+
+
+def check_records(params: SamplingParams, *args: Any) -> None:
+    """Raise ``ValueError`` (a 400 over HTTP) for any value but ``"sampled"`` and ``"recomputed"``.
+
+    Raise also if this server runs without us: the records would always be SGLang's.
+    """
+    custom = params.custom_params
+    asked = custom.get(RECORDS) if isinstance(custom, dict) else None
+    if asked is not None and (why := why_inactive()) is not None:
+        raise ValueError(f"custom_params.{RECORDS}: {why}")
+    if asked is not None and asked not in get_args(Records):
+        allowed = " or ".join(f'"{each}"' for each in get_args(Records))
+        raise ValueError(f"custom_params.{RECORDS} must be {allowed}; got {asked!r}")
 
 
 # outputs of one prompt; the front end allocates some KB for each at once

@@ -49,6 +49,7 @@ from sglang_inflight.frontend.openai_requests import handle_request, parse_model
 from sglang_inflight.frontend.request_checks import (
     check_contract,
     check_max_version_lag,
+    check_records,
     check_samples,
     check_sampling,
     create_tokenized,
@@ -58,7 +59,7 @@ from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_a
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
-from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.messages import KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_context, get_serving
 from sglang_inflight.vocabulary.bodies import Body, NameBody
 from sglang_inflight.vocabulary.calls import TABLE, Call
@@ -222,7 +223,7 @@ def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
     tm.inflight.lifetime.require()
 
 
-def take_kv_versions(
+def take_values_of_requests(
     accumulate: Callable[..., None],
     tm: PatchedTokenizerManager,
     meta_info: dict[str, Any],
@@ -231,11 +232,12 @@ def take_kv_versions(
     index: int,
     *args: Any,
 ) -> None:
-    """Store ``kv_versions``, one list per request. SGLang would split the list by token."""
-    spans = None if as_sglang_writes_them() else customized_info.get(KV_VERSIONS)
-    if spans is not None and spans[index] is not None:
-        meta_info[KV_VERSIONS] = spans[index]
-    rest = {key: values for key, values in customized_info.items() if key != KV_VERSIONS}
+    """Store one value per request. SGLang would take it for a list with a value per token."""
+    rest = dict(customized_info)
+    for key in _OF_REQUESTS:
+        values = rest.pop(key, None)
+        if values is not None and values[index] is not None and not as_sglang_writes_them():
+            meta_info[key] = values[index]
     accumulate(tm, meta_info, state, rest, index, *args)
 
 
@@ -249,6 +251,7 @@ def take_control_answer(communicator: PatchedCommunicator, recv_obj: Any) -> Non
     communicator.inflight.take_answer(recv_obj)
 
 
+_OF_REQUESTS = (KV_VERSIONS, RECORDS)
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 _OPENAI_SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
@@ -307,7 +310,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ),
     (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(send_control_call)),
     (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(take_control_answer)),
-    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_kv_versions)),
+    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_values_of_requests)),
     ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
     # these belong to no manager, and read the process's why_inactive()
     (
@@ -319,6 +322,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check, HookType.BEFORE)
         for check in (check_max_version_lag, check_contract)
     ),
+    ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_records, HookType.BEFORE),
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
     (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),
     (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(note_results)),

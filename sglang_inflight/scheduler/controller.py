@@ -63,6 +63,7 @@ from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
+from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
 from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
@@ -106,6 +107,7 @@ class Controller:
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
+        self._captured = CapturedRows(scheduler)
         self.fence = PrefixFence(boundary)
         self.handover = Handover(
             scheduler,
@@ -301,6 +303,7 @@ class Controller:
     def enqueue_again(self, req: Req) -> None:
         """Queue ``req`` again, on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
+        forget(req)
         self.enqueue(req)
 
     def launch(self, batch: ScheduleBatch, launch: Callable[[], Any]) -> Any:
@@ -336,10 +339,19 @@ class Controller:
         """
         self._kv_versions.record_taken(reqs, tokens, behind=self.versions.changes_behind)
 
+    def before_caching(self, req: Req) -> None:
+        """Keep what the prefill of ``req`` captured, before the prefix cache takes its slots."""
+        self._captured.keep_last(req)
+
     def before_release(self, req: Req) -> None:
-        """Read the KV versions of a finished request, before its row of KV slots is freed."""
+        """Read what the slots of ``req`` tell, before its row of KV slots is freed.
+
+        For a finished request these are its KV versions, for a retracted one its captured rows.
+        """
         if req.finished():
             record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
+        else:
+            self._captured.keep(req)
 
     def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
         """End a request of a streaming session by calling ``keep``, and return its result.
@@ -353,6 +365,12 @@ class Controller:
         if is_kept and session is not None and record_of(req).is_fenced_off:
             self._scheduler.tree_cache.release_session(session.session_id)
         return is_kept
+
+    def before_last_outputs(self, reqs: list[Req]) -> None:
+        """Complete the captured rows of finished requests, before their outputs are built."""
+        for req in reqs:
+            if req.finished() and not req.finished_output:
+                self._captured.put_back(req)
 
     def before_output(self, reqs: list[Req]) -> None:
         """Observe the version lag of finished requests, before their outputs are sent."""

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.messages import KV_VERSIONS, RECORDS
 from sglang_inflight.scheduler.collectives import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes import (
@@ -34,6 +34,7 @@ from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.reservation import loaded_models, reserve
+from sglang_inflight.scheduler.versions.captured import forget, records_of
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_parallel
@@ -263,6 +264,17 @@ def read_before_release(pool: PatchedReqToTokenPool, req: object) -> None:
         pool.inflight.before_release(req)
 
 
+def forget_without_tokens(_: None, req: Req) -> None:
+    """Drop the captured rows of a request that begins anew, after ``keep_output``."""
+    if not req.output_ids:
+        forget(req)
+
+
+def keep_before_caching(req: Req, tree_cache: Any) -> None:
+    pool: PatchedReqToTokenPool = tree_cache.req_to_token_pool
+    pool.inflight.before_caching(req)
+
+
 def end_turn(keep: Callable[..., bool], sessions: PatchedStreamingSession, req: Req) -> bool:
     """Leave a finished request's row to its streaming session; free a retracted one's."""
     slot = sessions.borrowed_slot(req)
@@ -296,19 +308,26 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: PatchedSch
 
 
 def _extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
-    """Return a subclass of ``base`` with ``kv_versions`` in each request's last output."""
+    """Return a subclass of ``base`` with our fields in each request's last output."""
 
     class OutputStreamer(base):  # type: ignore[valid-type, misc]
         has_additional_customized_info = True
         inflight: Controller  # set by ``create_controller``, before the first output
 
+        def stream_output(self, reqs: list[Req], *args: Any, **kwargs: Any) -> None:
+            self.inflight.before_last_outputs(reqs)
+            super().stream_output(reqs, *args, **kwargs)
+
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
             self.inflight.before_output(reqs)
-            spans = [record_of(req).kv_versions for req in reqs]
-            if any(each is not None for each in spans):
-                info = {**info, KV_VERSIONS: spans}
-            return info
+            added: dict[str, list[Any]] = {
+                KV_VERSIONS: [record_of(req).kv_versions for req in reqs],
+                RECORDS: [records_of(req) if req.finished() else None for req in reqs],
+            }
+            return info | {
+                name: values for name, values in added.items() if any(v is not None for v in values)
+            }
 
     return OutputStreamer
 
@@ -436,10 +455,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.BEFORE,
     ),
     (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
+    (f"{_KV}.checkpoint_kv_cache", keep_before_caching, HookType.BEFORE),
     (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
     (f"{_SESSION}.create_req", detach_refused, HookType.AFTER),
     (f"{_BATCH}.retract_decode", end_turns_of_aborted, HookType.AFTER),
     (f"{_REQ}.reset_for_retract", keep_output, HookType.AROUND),
+    (f"{_REQ}.reset_for_retract", forget_without_tokens, HookType.AFTER),
     (f"{_FORWARD_BATCH}.init_new", embed_tokens, HookType.AFTER),
     (f"{_PROCESSOR}._append_prefill_hidden_states", append_hidden_states, HookType.AROUND),
     (f"{_PROCESSOR}.materialize_sampling_mask_output", mask_nothing, HookType.AFTER),

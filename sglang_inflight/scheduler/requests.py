@@ -14,7 +14,7 @@ of the two servers makes its own ``Req`` and record. The record ends with its ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -243,6 +243,25 @@ class Unreachable(NamedTuple):
 
 
 @dataclass(slots=True)
+class Rows:
+    """Rows captured by forwards, of the positions from ``start`` on."""
+
+    start: int
+    # int32, on the host, of shape (positions, layers, top-k)
+    rows: torch.Tensor
+
+
+@dataclass(slots=True)
+class Captured:
+    """What ``CapturedRows`` keeps of one kind of rows of one request."""
+
+    # rows from the first position of the answer on, read at the last retraction
+    kept: torch.Tensor | None = None
+    # row of the last position of the last prefill
+    last: Rows | None = None
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """Only the scheduler's thread touches it."""
 
@@ -258,6 +277,8 @@ class RequestRecord:
     was_kept_out: bool = False
     # the weights of every token, or why they cannot be had
     pin: Pin | Unreachable | None = None
+    # captured rows of earlier forwards, by the name of the request's attribute
+    captured: dict[str, Captured] = field(default_factory=dict)
 
 
 def record_of(req: Req) -> RequestRecord:

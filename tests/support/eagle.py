@@ -12,6 +12,13 @@ _OURS = ("layers.0.post_attention_layernorm", "layers.0.self_attn", "layers.0.ml
 _NOT_LLAMAS = ("q_norm", "k_norm")
 
 
+def build_of_embeddings(folder: Path) -> Path:
+    """Build a draft that feeds the head the last token's embedding. Its weights are float32."""
+    hidden = marker.HIDDEN
+    passes_on = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    return _write(folder, {"fc.weight": passes_on, "fc.bias": torch.zeros(hidden)}, torch.float32)
+
+
 def build(folder: Path, *, agrees: bool, has_embeddings: bool = False) -> Path:
     """Build a draft whose prediction ``agrees`` with the target always, or never.
 
@@ -25,10 +32,15 @@ def build(folder: Path, *, agrees: bool, has_embeddings: bool = False) -> Path:
     }
     if has_embeddings:
         weights["embed_tokens.weight"] = torch.full((marker.VOCAB, hidden), -1.0).bfloat16()
+    return _write(folder, weights, torch.bfloat16)
+
+
+def _write(folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Path:
+    """Add a layer that adds nothing, and write the draft."""
     for name, tensor in marker.tensors(0).items():
         own = name.removeprefix("model.")
         if own.startswith(_OURS) and not any(norm in own for norm in _NOT_LLAMAS):
-            weights[own] = tensor
+            weights[own] = tensor.to(dtype)
     config = marker.CONFIG | {
         "architectures": ["LlamaForCausalLMEagle"],
         "model_type": "llama",

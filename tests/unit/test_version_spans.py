@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import weight_versions as upstream
 
 from sglang_inflight.frontend import spans as answers
-from sglang_inflight.frontend.tokenizer_hooks import take_kv_versions
+from sglang_inflight.frontend.tokenizer_hooks import take_values_of_requests
 from sglang_inflight.scheduler.versions import token_versions as versions
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel
@@ -118,7 +118,7 @@ def test_kv_versions_are_given_or_removed(monkeypatch: pytest.MonkeyPatch, value
         handed_on.append(info)
 
     info: dict[str, list[Any]] = {"kv_versions": [None, spans], "theirs": [1, 2]}
-    take_kv_versions(accumulate, manager, meta, None, info, 1)
+    take_values_of_requests(accumulate, manager, meta, None, info, 1)
     answers.as_sglang_writes_them.cache_clear()
     assert meta == ({"kv_versions": spans} if value == "all" else {})
     assert handed_on == [{"theirs": [1, 2]}]
