@@ -138,3 +138,4 @@ get_observability = cast(
 get_parallel = cast("Callable[[], Parallel]", runtime_context.get_parallel)
 get_schedule = cast("Callable[[], Schedule]", runtime_context.get_schedule)
 get_serving = cast("Callable[[], serving.Serving]", runtime_context.get_serving)
+get_spec = cast("Callable[[], spec.Spec]", runtime_context.get_spec)

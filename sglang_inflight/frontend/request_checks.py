@@ -24,7 +24,14 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 from sglang_inflight import capabilities
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG, RECORDS, Records
-from sglang_inflight.sglang_types import get_memory, get_schedule
+from sglang_inflight.sglang_types import (
+    get_disagg,
+    get_exec,
+    get_memory,
+    get_parallel,
+    get_schedule,
+    get_spec,
+)
 from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, read_contract
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -131,6 +138,7 @@ def create_tokenized(
         raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
     _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
+    _require_captured_rows(tokenized)
     _require_types(tokenized)
     _require_pinnable(tokenizer_manager, obj, tokenized.sampling_params)
     return tokenized
@@ -250,6 +258,47 @@ def _require_whole_prompts() -> None:
             "token_indices_to_pool needs a server with --disable-radix-cache and "
             "--chunked-prefill-size -1"
         )
+
+
+def _require_captured_rows(tokenized: Any) -> None:
+    """Require that SGLang captures the rows of a request, and finds them by the request's slots."""
+    for name in "return_routed_experts", "return_indexer_topk":
+        # a server without the option answers without rows
+        if getattr(tokenized, name, False) and getattr(get_exec().features, f"enable_{name}"):
+            if (why := why_no_rows()) is not None:
+                raise ValueError(f"{name}: {why}")
+            is_speculating = get_spec().speculative_algorithm is not None
+            is_indexer = name == "return_indexer_topk"
+            if is_indexer and is_speculating and get_schedule().disable_overlap_schedule:
+                raise ValueError(
+                    f"{name}: SGLang lets drafts write over it with --disable-overlap-schedule"
+                )
+            custom: Any = tokenized.sampling_params.custom_params
+            records = custom.get(RECORDS) if isinstance(custom, dict) else None
+            if records == "recomputed" and get_disagg().disaggregation_mode == "decode":
+                raise ValueError(
+                    f"custom_params.{RECORDS} is {records!r}, and a decode server computes no KV "
+                    "again"
+                )
+
+
+def why_no_rows() -> str | None:
+    """Return why this server cannot return what SGLang captures, if it captures anything."""
+    if get_parallel().pp_size > 1:
+        return "SGLang returns only the layers of the first stage with --pp-size above 1"
+    memory = get_memory()
+    if memory.enable_hierarchical_cache or memory.enable_lmcache or memory.enable_flexkv:
+        return (
+            "SGLang does not move captured rows with KV, which leaves the device and returns with "
+            "--enable-hierarchical-cache, --enable-lmcache or --enable-flexkv"
+        )
+    spec = get_spec()
+    if spec.speculative_algorithm == "NGRAM" or (spec.speculative_eagle_topk or 1) > 1:
+        return (
+            "SGLang does not move captured rows with the KV of accepted tokens, which moves with "
+            "NGRAM or --speculative-eagle-topk above 1"
+        )
+    return None
 
 
 def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,16 @@ def test_decode_server_returns_only_routes_of_its_own_forwards(
     assert (rows[:PROMPT_TOKENS] == -1).all()
     assert rows[PROMPT_TOKENS:].tolist() == expected[PROMPT_TOKENS:]
     assert routes_of(generation.prefill.output().meta).tolist() == expected[:PROMPT_TOKENS]
+
+
+def test_recomputed_routes_of_a_decode_server_are_refused(pair: Pair) -> None:
+    wanted: dict[str, Any] = {"max_new_tokens": 2, "custom_params": {"records": "recomputed"}}
+    body = {
+        "input_ids": prompt(),
+        "sampling_params": wanted,
+        "return_routed_experts": True,
+        **pair.meeting(),
+    }
+    answer = pair.decode.post("/generate", body)
+    assert answer["status_code"] == 400, answer
+    assert "recomputed" in str(answer)

@@ -14,6 +14,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
+from sglang_inflight.frontend import request_checks
 from sglang_inflight.frontend.request_checks import check_sampling, create_tokenized
 
 VOCAB = 100
@@ -119,3 +120,63 @@ def test_crashing_sampling_parameter_is_refused(name: str, value: Any) -> None:
 def test_crashing_request_field_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         tokenize({}, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("pp_size", 2),
+        ("enable_hierarchical_cache", True),
+        ("enable_flexkv", True),
+        ("speculative_algorithm", "NGRAM"),
+        ("speculative_eagle_topk", 2),
+    ],
+)
+@pytest.mark.parametrize("name", ["return_routed_experts", "return_indexer_topk"])
+def test_rows_that_sglang_would_mix_up_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, value: Any
+) -> None:
+    settings = SimpleNamespace(
+        features=SimpleNamespace(
+            enable_return_routed_experts=True, enable_return_indexer_topk=True
+        ),
+        pp_size=1,
+        enable_hierarchical_cache=False,
+        enable_lmcache=False,
+        enable_flexkv=False,
+        speculative_algorithm=None,
+        speculative_eagle_topk=None,
+        disaggregation_mode="null",
+        disable_overlap_schedule=False,
+    )
+    getters = ("get_exec", "get_parallel", "get_memory", "get_spec", "get_disagg", "get_schedule")
+    for getter in getters:
+        monkeypatch.setattr(request_checks, getter, lambda: settings)
+    asked: Any = SimpleNamespace(**{name: True}, sampling_params=SamplingParams())
+    request_checks._require_captured_rows(asked)
+    setattr(settings, setting, value)
+    with pytest.raises(ValueError, match=name):
+        request_checks._require_captured_rows(asked)
+    # a server that captures nothing answers without rows, as in SGLang
+    setattr(settings.features, f"enable_{name}", False)
+    request_checks._require_captured_rows(asked)
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_indexers_choices_that_drafts_overwrite_are_refused(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str | None
+) -> None:
+    settings = SimpleNamespace(
+        features=SimpleNamespace(enable_return_indexer_topk=True),
+        speculative_algorithm=algorithm,
+        disable_overlap_schedule=True,
+    )
+    for getter in ("get_exec", "get_spec", "get_schedule"):
+        monkeypatch.setattr(request_checks, getter, lambda: settings)
+    monkeypatch.setattr(request_checks, "why_no_rows", lambda: None)
+    asked: Any = SimpleNamespace(return_indexer_topk=True, sampling_params=SamplingParams())
+    if algorithm is None:
+        request_checks._require_captured_rows(asked)
+        return
+    with pytest.raises(ValueError, match="return_indexer_topk"):
+        request_checks._require_captured_rows(asked)

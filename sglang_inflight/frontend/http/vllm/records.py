@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pybase64
 
+from sglang_inflight.frontend.request_checks import why_no_rows
 from sglang_inflight.messages import ADAPTER_VERSIONS, KV_VERSIONS
 from sglang_inflight.sglang_types import get_exec
 from sglang_inflight.vocabulary.errors import Refused
@@ -33,7 +34,8 @@ _NO_TOKEN = -1
 def wants_experts(said: bool | None) -> bool:
     """Whether an answer has its tokens' experts: as the request says, else as the server records.
 
-    Raises ``Refused`` for a request that needs experts from a server that records none.
+    Without a word from the request, a server that mixes up what it records returns none. Raises
+    ``Refused`` for a request that needs experts from a server that records none.
     """
     records = get_exec().features.enable_return_routed_experts
     if said and not records:
@@ -41,7 +43,7 @@ def wants_experts(said: bool | None) -> bool:
             "return_routed_experts: this server records no experts. Start it with "
             "--enable-return-routed-experts"
         )
-    return records if said is None else said
+    return records and why_no_rows() is None if said is None else said
 
 
 def spans_of(meta: dict[str, Any]) -> dict[str, Any]:
