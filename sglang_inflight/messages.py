@@ -32,6 +32,7 @@ from sglang_inflight.vocabulary.answers import (
     StagingStatus,
     WeightsStatus,
 )
+from sglang_inflight.vocabulary.answers import NewRequests as NewRequests
 from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
 from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
@@ -194,11 +195,15 @@ class Paused(RankAnswer, kw_only=True):
     waiting: int
     retracted: int
     aborted: int
+    # whether a held pause rejects new requests
+    rejects: bool = False
 
 
 class Resumed(RankAnswer, kw_only=True):
     # true if other pauses are still held
     paused: bool
+    # as in ``Paused``
+    rejects: bool = False
 
 
 class Opened(RankAnswer, kw_only=True):
@@ -353,6 +358,8 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
     lease_s: float | None = None
     # only for "wait": time limit of running requests
     timeout_s: float | None = None
+    # None: "queue", or a renewed pause's own
+    new_requests: NewRequests | None = None
 
     def drains_pipeline(self) -> bool:
         return True
@@ -614,7 +621,10 @@ class LoadAdapterFromTensors(LoadLoRAAdapterFromTensorsReqInput, kw_only=True):
 
 
 class GenerationContinues(BaseReq, kw_only=True):
-    """Sent by a replica's first rank when generation continues because the last lease expired."""
+    """Sent by a replica's first rank when a lease's end changes what the front end mirrors.
+
+    Generation continues after the last lease, or new requests are not rejected any more.
+    """
 
 
 class Pulse(RankAnswer, kw_only=True):

@@ -74,6 +74,10 @@ class Metrics:
         self.outdated = counter(
             "sglang:inflight_outdated_requests", "Requests ended because of max_version_lag."
         )
+        self.broken_contracts = counter(
+            "sglang:inflight_broken_contract_requests",
+            "Requests ended because their version contract did not hold any more.",
+        )
         self.prefill_mismatches = counter(
             "sglang:inflight_prefill_mismatched_requests",
             "Requests from a prefill server with another version than this server's.",

@@ -135,6 +135,12 @@ class Settings:
         "how long an update waits, before it is staged over the previous version, for requests "
         "pinned to that version",
     )
+    version_timeout_s: float = _setting(
+        30.0,
+        _seconds,
+        "how long a request waits for the version it asks for, if it does not say so itself, in "
+        "seconds; then it ends with 503",
+    )
     pd_mismatch: str = _setting(
         "keep",
         _one_of("keep", "abort"),

@@ -22,7 +22,7 @@ from sglang_inflight.vocabulary.errors import Conflict, InflightError, Refused
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sglang_inflight.vocabulary.answers import PauseMode
+    from sglang_inflight.vocabulary.answers import NewRequests, PauseMode
     from sglang_inflight.vocabulary.bodies import KVPolicy
 
 LOCAL = "http://127.0.0.1:30000"
@@ -113,7 +113,8 @@ def _draw(answer: Status) -> Table:
     for holder in answer.holders:
         left = holder.lease_left_s
         lease = "for ever" if left is None else f"for {left:.0f} s more"
-        facts.add_row("held by", f"{holder.pause_id} ({holder.mode}, {lease})")
+        rejects = ", new requests are rejected" if holder.new_requests == "reject" else ""
+        facts.add_row("held by", f"{holder.pause_id} ({holder.mode}, {lease}{rejects})")
     for rank in answer.ranks:
         staging = rank.staging
         facts.add_row(
@@ -152,14 +153,22 @@ def pause(
     timeout_s: Annotated[
         float | None, typer.Option(help="Time limit in seconds of mode wait.")
     ] = None,
+    new_requests: Annotated[
+        str, typer.Option(help="queue requests that arrive in the pause, or reject them: 503.")
+    ] = "queue",
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Pause generation. Prints the pause's id; pass it to `continue`."""
     with connect(url, api_key) as client:
-        # the server refuses another mode
-        answer = client.pause(cast("PauseMode", mode), lease_s=lease_s, timeout_s=timeout_s)
+        # the server refuses another mode, or another word for new requests
+        answer = client.pause(
+            cast("PauseMode", mode),
+            lease_s=lease_s,
+            timeout_s=timeout_s,
+            new_requests=None if new_requests == "queue" else cast("NewRequests", new_requests),
+        )
     print_json(answer) if as_json else typer.echo(answer.pause_id)
 
 

@@ -32,6 +32,7 @@ from sglang_inflight.vocabulary.answers import (
     MemoryMoved,
     Receipt,
     Release,
+    Served,
     StagedSoFar,
     Status,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Release",
     "Report",
     "Sender",
+    "Served",
     "Session",
     "Snapshot",
     "Span",

@@ -36,9 +36,11 @@ from sglang_inflight.vocabulary.answers import (
     Begun,
     Grant,
     MemoryMoved,
+    NewRequests,
     PauseMode,
     Receipt,
     Release,
+    Served,
     StagedSoFar,
     Status,
 )
@@ -93,9 +95,9 @@ class AsyncClient:
 
     Retries are automatic. Every call is retried while no connection was made: the server has not
     seen the call. After a broken connection only idempotent calls are retried: ``status``,
-    ``loads``, ``seal``, taking or renewing a pause, opening or renewing a session. After other
-    calls, ask ``status`` for the outcome: a repeated rollback undoes the first one, and
-    releasing a pause twice raises ``Conflict``.
+    ``loads``, ``wait_for``, ``seal``, taking or renewing a pause, opening or renewing a session.
+    After other calls, ask ``status`` for the outcome: a repeated rollback undoes the first one,
+    and releasing a pause twice raises ``Conflict``.
 
     Every call has a time limit: ``timeout_s`` plus the time in its own fields.
 
@@ -147,6 +149,27 @@ class AsyncClient:
         """Return SGLang's ``/v1/loads``: requests and tokens of each replica."""
         return await self._call("GET", "/v1/loads?include=core", attempts=ATTEMPTS)
 
+    async def wait_for(
+        self,
+        *,
+        epoch: int | None = None,
+        weight_version: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Served:
+        """Return what is served, as soon as the epoch is at least ``epoch``.
+
+        With ``weight_version`` also wait for that name. ``timeout_s`` None is the server's default
+        (``SGLANG_INFLIGHT_VERSION_TIMEOUT_S``). Raises ``NotServed`` after that time.
+        """
+        given = {"epoch": epoch, "weight_version": weight_version, "timeout_s": timeout_s}
+        query = httpx.QueryParams({key: value for key, value in given.items() if value is not None})
+        path = TABLE["wait_for_epoch"].path
+        patience = self.timeout_s + (timeout_s or 0.0)
+        return self._read(
+            Served,
+            await self._call("GET", f"{path}?{query}", attempts=ATTEMPTS, patience_s=patience),
+        )
+
     # ---- pauses ----------------------------------------------------------------------
 
     async def pause(
@@ -157,11 +180,13 @@ class AsyncClient:
         new_id: str | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
+        new_requests: NewRequests | None = None,
     ) -> Grant:
         """Pause generation, or renew the pause ``pause_id``. Prefer ``paused``.
 
         ``new_id`` is a new pause's id. A caller choosing it can release the pause even if the
-        answer is lost.
+        answer is lost. ``new_requests`` "reject" answers 503 to requests that arrive in the pause;
+        "queue" is the default of a new pause.
         """
         patience = self.timeout_s
         if pause_id is None:
@@ -178,6 +203,7 @@ class AsyncClient:
             new_id=new_id,
             lease_s=lease_s,
             timeout_s=timeout_s,
+            new_requests=new_requests,
         )
         return self._read(Grant, granted)
 
@@ -192,9 +218,11 @@ class AsyncClient:
         *,
         lease_s: float = LEASE_S,
         timeout_s: float | None = None,
+        new_requests: NewRequests = "queue",
     ) -> AsyncIterator[Grant]:
         """Pause generation for the duration of the block.
 
+        ``new_requests`` decides about requests that arrive in the pause (see ``pause``).
         A background task renews the pause. If this process or the network dies, the lease expires
         and the server generates again. Raises ``Conflict`` at the end of the block if the pause
         was lost.
@@ -211,7 +239,13 @@ class AsyncClient:
             )
 
         async with self._held("continue_generation", pause_id=pause_id):
-            answer = await self.pause(mode, new_id=pause_id, lease_s=lease_s, timeout_s=timeout_s)
+            answer = await self.pause(
+                mode,
+                new_id=pause_id,
+                lease_s=lease_s,
+                timeout_s=timeout_s,
+                new_requests=None if new_requests == "queue" else new_requests,
+            )
             async with repeating(f"Renewing a pause of {self.url}", renew, lease_s / 3):
                 yield answer
             await self.resume(pause_id)

@@ -35,8 +35,10 @@ from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
     Grant,
+    NewRequests,
     PauseMode,
     Receipt,
+    Served,
     StagedSoFar,
     Status,
 )
@@ -91,6 +93,20 @@ class AsyncFleet:
         """Return each server's status. Raises nothing: failures are in the report."""
         return await self._everywhere(Report("status"), AsyncClient.status)
 
+    async def wait_for(
+        self, *, weight_version: str, timeout_s: float | None = None
+    ) -> Report[Served]:
+        """Wait on each server for the version (``AsyncClient.wait_for``).
+
+        Servers count epochs of their own, so a fleet waits for a name. Raises nothing: failures
+        are in the report.
+        """
+
+        async def wait(server: AsyncClient) -> Served:
+            return await server.wait_for(weight_version=weight_version, timeout_s=timeout_s)
+
+        return await self._everywhere(Report("wait"), wait)
+
     @asynccontextmanager
     async def paused(
         self,
@@ -98,6 +114,7 @@ class AsyncFleet:
         *,
         lease_s: float = LEASE_S,
         timeout_s: float | None = None,
+        new_requests: NewRequests = "queue",
     ) -> AsyncIterator[Report[Grant]]:
         """Pause all servers for the duration of the block, or none (``AsyncClient.paused``).
 
@@ -106,7 +123,9 @@ class AsyncFleet:
         async with ContextGroup() as blocks:
 
             async def enter(server: AsyncClient) -> Grant:
-                block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
+                block = server.paused(
+                    mode, lease_s=lease_s, timeout_s=timeout_s, new_requests=new_requests
+                )
                 return await blocks.enter(server.url, block)
 
             turns = _prefill_first(await self._all_or_none("pause", AsyncClient.status))

@@ -157,6 +157,7 @@ class Client(Blocking[AsyncClient]):
 
     status = waiting(AsyncClient.status)
     loads = waiting(AsyncClient.loads)
+    wait_for = waiting(AsyncClient.wait_for)
     pause = waiting(AsyncClient.pause)
     resume = waiting(AsyncClient.resume)
     paused = waiting_block(AsyncClient.paused)
@@ -181,6 +182,7 @@ class Fleet(Blocking[AsyncFleet]):
         super().__init__(AsyncFleet(urls, api_key=api_key, timeout_s=timeout_s))
 
     status = waiting(AsyncFleet.status)
+    wait_for = waiting(AsyncFleet.wait_for)
     paused = waiting_block(AsyncFleet.paused)
     update = waiting(AsyncFleet.update)
     update_from_disk = waiting(AsyncFleet.update_from_disk)

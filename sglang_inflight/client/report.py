@@ -9,7 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
-Phase = Literal["status", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"]
+Phase = Literal[
+    "status", "wait", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"
+]
 
 
 A = TypeVar("A", bound=Answer)

@@ -44,6 +44,8 @@ class Aborts:
         """``worker`` returns this process's tokenizer worker; None if there is one front end."""
         self._tokenizer_manager = tokenizer_manager
         self._worker = worker
+        # ends the waits of requests that wait for their version, by name, and counts them
+        self.end_waits: Callable[[str], int] = lambda name: 0
 
     def named(self, name: str) -> list[str]:
         """Return the ``rid`` of the live request ``name``, else of each request in group ``name``.
@@ -65,9 +67,10 @@ class Aborts:
     def here(self, names: Iterable[str]) -> int:
         """End this process's requests of these names. Return their number."""
         found = {name: self.named(name) for name in names}
+        waits = sum(map(self.end_waits, found))
         for name in found:
             self._tokenizer_manager.abort_request(name)
-        return len({rid for rids in found.values() for rid in rids})
+        return waits + len({rid for rids in found.values() for rid in rids})
 
     def end(self, name: str) -> list[str]:
         """Return each ``rid`` for the schedulers to end.
@@ -75,6 +78,7 @@ class Aborts:
         A request still being tokenized is ended when the schedulers have it: an abort sent before
         its request would find nothing.
         """
+        self.end_waits(name)
         rids = []
         for rid in self.named(name):
             state = self._tokenizer_manager.rid_to_state[rid]

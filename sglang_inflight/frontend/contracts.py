@@ -6,6 +6,7 @@ that knows the body folds the contract into ``custom_params``; the other doors r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,19 @@ from starlette.requests import Request
 from sglang_inflight.vocabulary.contracts import fold, fold_into_sampling, given_in
 from sglang_inflight.vocabulary.errors import Refused
 
-# the routes, and methods of ``Engine``, that take a contract at the top level
-PLACES = (
-    "/generate, /v1/completions, /v1/chat/completions, /inference/v1/generate or "
-    "sampling_params.custom_params"
+# SGLang's routes that take a contract at the top level of the body
+TAKEN = ("/generate", "/v1/completions", "/v1/chat/completions")
+# SGLang's other routes of requests, where it would be ignored; OpenAI's others are refused by kind
+REFUSED = (
+    "/encode",
+    "/classify",
+    "/v1/responses",
+    "/v1/messages",
+    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
 )
+_PLACES = f"{', '.join(TAKEN)}, /inference/v1/generate or sampling_params.custom_params"
 
 
 async def read_fields(request: Any) -> dict[str, Any]:
@@ -42,7 +51,7 @@ async def fold_into_openai(request: Any, raw_request: Any) -> None:
     if not given:
         return
     if not isinstance(request, CompletionRequest | ChatCompletionRequest):
-        raise Refused(not_taken(given, f"a {type(request).__name__}"))
+        raise not_taken(list(given), f"a {type(request).__name__}")
     request.custom_params = fold(given, request.custom_params)
 
 
@@ -51,5 +60,5 @@ async def fold_into_generate(obj: GenerateReqInput, request: Request) -> None:
     obj.sampling_params = fold_into_sampling(await read_fields(request), obj.sampling_params)
 
 
-def not_taken(given: Mapping[str, Any], where: str) -> str:
-    return f"{', '.join(given)}: {where} takes no version contract; use {PLACES}"
+def not_taken(names: list[str], where: str = "this route") -> Refused:
+    return Refused(f"{', '.join(names)}: {where} takes no version contract; use {_PLACES}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
 from sglang_inflight.frontend.aborts import Aborts
+from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
@@ -19,6 +20,7 @@ from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
@@ -71,6 +73,21 @@ class Frontend:
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
+        version = tokenizer_manager.config_value("weight_version")
+        self.versions = ServedVersions(self.ranks.all, version)
+        self.admission = Admission(
+            tokenizer_manager,
+            self.versions,
+            self.pauses,
+            self.adapters,
+            self.lifetime,
+            timeout_s=settings.version_timeout_s,
+        )
+        self.adapters.on_change = self.versions.notify
+        self.aborts.end_waits = self.admission.abort
+        # the owner of several tokenizer workers sends them its state
+        self.on_change: Callable[[], None] = lambda: None
+        self.pauses.on_change = lambda: self.on_change()
         self._served = Served(tokenizer_manager, min(self.ranks.all))
         two_phase = TwoPhase(
             tokenizer_manager,
@@ -91,6 +108,7 @@ class Frontend:
             self.memory,
             self.groups,
             self.adapters,
+            self.admission,
             self.status,
         )
         if settings.transparent:
@@ -137,11 +155,13 @@ class Frontend:
             # a worker takes this state from the owner, whose messages have another order
             self._served.take_answer(answer)
             self.pauses.take_answer(answer)
+            self.versions.take_answer(answer)
+            self.on_change()
         self.ranks.take_answer(answer)
         self._control_calls.take_rank_answer(answer)
 
     def _generation_continues(self, _: GenerationContinues) -> None:
-        """Refresh the cached pause state: a lease has expired on the ranks."""
+        """Refresh the mirrored pause state: a lease has expired on the ranks."""
         self.in_background(self.pauses.ask_status())
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:

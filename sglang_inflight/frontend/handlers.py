@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
@@ -49,6 +50,7 @@ def direct_handlers(
     memory: Memory,
     groups: Groups,
     adapters: Adapters,
+    admission: Admission,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
     """Return handlers that carry calls out at once. ``Transparent`` replaces some of them."""
@@ -94,6 +96,7 @@ def direct_handlers(
         "get_weight_version": weight_version,
         "is_paused": is_paused,
         "inflight_status": status,
+        "wait_for_epoch": admission.wait_for_epoch,
         "flush_cache": flush_cache,
     }
     return Handlers(by_name, partial(lose_session_of_partial_piece, updates))

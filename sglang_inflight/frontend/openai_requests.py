@@ -20,7 +20,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     TokenizeRequest,
 )
 
-from sglang_inflight.frontend.contracts import fold_into_openai
+from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
+from sglang_inflight.frontend.http.doors import enter_openai
 from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
@@ -43,7 +44,7 @@ async def handle_request(
     fields = None
     try:
         _require_model(serving, request)
-        await fold_into_openai(request, raw_request)
+        await enter_openai(serving.tokenizer_manager.inflight, request, raw_request)
         if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
             request, CompletionRequest | ChatCompletionRequest
         ):
@@ -113,5 +114,5 @@ def _refusal(error: InflightError) -> ORJSONResponse:
         "param": "model" if isinstance(error, NotFound) else None,
         "code": "model_not_found" if isinstance(error, NotFound) else error.status,
     }
-    content = {"object": "error", "message": str(error), "error": inner}
-    return ORJSONResponse(content, status_code=error.status)
+    content = {"object": "error", "message": str(error), "error": inner, **content_of(error)}
+    return ORJSONResponse(content, status_code=error.status, headers=headers_of(error))

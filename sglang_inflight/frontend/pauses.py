@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.aio import Deadline, SharedCall
@@ -25,6 +25,7 @@ from sglang_inflight.messages import (
     StatusCall,
 )
 from sglang_inflight.metrics import FrontEndMetrics
+from sglang_inflight.sglang_types import get_disagg
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import MEMORY, Capabilities, Grant, RankGrant, Release
 from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
@@ -65,10 +66,13 @@ class Pauses:
         self._ranks = ranks
         # running calls by their callers' new_id
         self._taking: dict[str, SharedCall[Grant]] = {}
+        # called after ``rejects`` may have changed
+        self.on_change: Callable[[], None] = lambda: None
         # calls sent and not yet answered by every rank
         self._taken: list[PauseCall] = []
         # by each rank's last answer
         self._paused: dict[Rank, bool] = {}
+        self._rejecting: dict[Rank, bool] = {}
         self._asking = asyncio.Lock()
         self._asked_at = -math.inf
         self._seen_mode: str | None = None
@@ -80,8 +84,9 @@ class Pauses:
         without a mode is an ``abort``, as in SGLang. ``new_id`` names a new pause: a repeated
         call, made after a lost answer, then takes no second pause. ``lease_s`` seconds after the
         last renewal generation continues by itself. ``timeout_s`` bounds the mode ``wait``;
-        requests still running then are frozen, as by ``in_place``. If the caller leaves before
-        the answer, the pause is released.
+        requests still running then are frozen, as by ``in_place``. With ``new_requests``
+        "reject", requests that arrive from now on are refused with 503. If the caller leaves
+        before the answer, the pause is released.
 
         Raises ``Conflict`` if ``pause_id`` is not held any more, ``Refused`` if the server's
         loop has no pause states.
@@ -92,6 +97,11 @@ class Pauses:
             )
         if body.mode == "retract" and self._can.retract is not None:
             raise Refused(self._can.retract)
+        if body.new_requests == "reject" and get_disagg().disaggregation_mode == "prefill":
+            raise Refused(
+                'new_requests="reject" is not possible on a prefill server: its decode server may '
+                "send it running requests, to recompute their KV. Pass it to the decode server"
+            )
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is shutting down (SIGTERM), and takes no new pause")
         if body.pause_id is not None and body.new_id is not None:
@@ -106,6 +116,7 @@ class Pauses:
             may_be_held=new_id is not None,
             lease_s=body.lease_s,
             timeout_s=body.timeout_s,
+            new_requests=body.new_requests,
         )
         patience = GRANT_TIMEOUT_S
         if mode == "wait":
@@ -119,8 +130,9 @@ class Pauses:
                 self._taking.pop(new_id, None)
 
     async def _take(self, call: PauseCall, patience_s: float) -> Grant:
-        self._tokenizer_manager.is_pause = True
         self._taken.append(call)
+        self._tokenizer_manager.is_pause = True
+        self.on_change()
         began = time.perf_counter()
         try:
             answers = await self._ranks.call(call, patience_s)
@@ -129,6 +141,7 @@ class Pauses:
             raise
         finally:
             self._taken.remove(call)
+            self.on_change()
         granted_mode = answers[0].mode
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
         return Grant(
@@ -136,6 +149,17 @@ class Pauses:
             pause_id=call.pause_id,
             weight_version=self._tokenizer_manager.config_value("weight_version"),
             ranks=tuple(_count(answer) for answer in answers),
+        )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a pause, held or still draining, rejects new requests.
+
+        Requests that are rejected reach no scheduler, so the front end mirrors the ranks' state,
+        as for ``is_pause``. A call counts from its sending on: its drain may last long.
+        """
+        return any(self._rejecting.values()) or any(
+            call.new_requests == "reject" for call in self._taken
         )
 
     async def resume(self, body: ContinueBody) -> Release:
@@ -248,10 +272,15 @@ class Pauses:
         return await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
 
     def take_answer(self, answer: RankAnswer) -> None:
-        """Update ``is_pause`` from a rank's answer, also from a late one.
+        """Update ``is_pause`` and ``rejects`` from a rank's answer, also from a late one.
 
         A draining update's pause is left out: SGLang's readers do not treat an update as a pause.
         """
+        match answer:
+            case Described(pause=pause):
+                self._rejecting[rank_of(answer)] = pause.new_requests == "reject"
+            case Paused(rejects=rejects) | Resumed(rejects=rejects):
+                self._rejecting[rank_of(answer)] = rejects
         match answer:
             case Resumed(paused=paused) | Moved(paused=paused):
                 pass

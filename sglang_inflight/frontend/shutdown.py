@@ -30,12 +30,13 @@ _TELL = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
 def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
-    """End pauses after SGLang's SIGTERM handler, on the event loop.
+    """End pauses and waits for versions after SGLang's SIGTERM handler, on the event loop.
 
     SGLang then waits for the last request's end, and no request ends during a pause. With several
     workers the owner decides: SIGTERM may have reached one worker only, and the server goes on.
     """
     tokenizer_manager = handler.tokenizer_manager
+    tokenizer_manager.inflight.versions.end("the server is shutting down (SIGTERM)")
     if tokenizer_manager.inflight.worker is None:
         release_all(tokenizer_manager)
 

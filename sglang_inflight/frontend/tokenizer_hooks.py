@@ -6,7 +6,7 @@ take such calls, and answer in SGLang's form.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ from sglang_inflight.frontend.abort_hooks import (
 )
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.gate import pass_gate
 from sglang_inflight.frontend.hook_guard import (
     after_if_active,
     before_if_active,
@@ -129,7 +130,7 @@ def _mount(
     routes.mount(app, frontend)
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
-    generate.mount(app, http_server)
+    generate.mount(app, http_server, frontend)
     if forward is not None:
         from sglang_inflight.frontend.workers.forward import mount_abort_request
 
@@ -219,6 +220,15 @@ def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     return ready(tm) and not tm.inflight.is_hollow
 
 
+def generate_request(
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    tm: PatchedTokenizerManager,
+    obj: Any,
+    request: Any = None,
+) -> AsyncGenerator[Any, None]:
+    return pass_gate(tm.inflight, generate(tm, obj, request), obj, request)
+
+
 def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
     tm.inflight.lifetime.require()
 
@@ -273,6 +283,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
         *wrap_if_active(stop_unloading_in_a_pause),
     ),
+    (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(generate_request)),
     (f"{_TOKENIZER_MANAGER}._init_req_state", *before_if_active(refuse_when_over)),
     (f"{_TOKENIZER_MANAGER}._init_req_state", *after_if_active(join_groups)),
     (f"{_TOKENIZER_MANAGER}.abort_request", *wrap_if_active(abort_request)),

@@ -26,10 +26,11 @@ from sglang_inflight.messages import (
     RequestsMoved,
 )
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.versions.token_versions import FIRST_VERSION, AdapterVersions
+from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed
-from sglang_inflight.vocabulary.labels import AdapterLabel
+from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabel
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
@@ -47,14 +48,24 @@ Tensors = dict[str, torch.Tensor]
 class Adapters:
     """Used only on the scheduler's thread, from message handlers, between two steps."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary, fence: PrefixFence) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        boundary: Boundary,
+        fence: PrefixFence,
+        versions: AdapterVersions,
+        contracts: Contracts,
+    ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
         self._fence = fence
-        self.versions = AdapterVersions()
+        self.versions = versions
+        self._contracts = contracts
         if self._maybe_manager is not None:
             for lora_id, ref in self._maybe_manager.lora_refs.items():
-                self.versions.remember(lora_id, AdapterLabel(ref.lora_name or "", FIRST_VERSION))
+                self.versions.remember(
+                    lora_id, AdapterLabel(ref.lora_name or "", FIRST_ADAPTER_VERSION)
+                )
 
     def load(
         self, load: Callable[[], LoRAUpdateOutput], request: LoadAdapterRequest
@@ -73,7 +84,7 @@ class Adapters:
             why = why_it_does_not_fit(manager, lora_id)
             if why is None:
                 name = getattr(request, "adapter", request.lora_name)
-                version = getattr(request, "adapter_version", FIRST_VERSION)
+                version = getattr(request, "adapter_version", FIRST_ADAPTER_VERSION)
                 self.versions.remember(lora_id, AdapterLabel(name, version))
                 self._scheduler.kv_event_lora_names.register(lora_id=lora_id, lora_name=name)
                 return result
@@ -147,6 +158,7 @@ class Adapters:
                 # an adapter's id occurs in no other key
                 req.extra_key = req.extra_key.replace(call.from_id, call.to_id)
             self.versions.move(req)
+        self._contracts.check_waiting()
         logger.info("%d requests moved to another adapter.", len(moved))
         return RequestsMoved(rids=[req.rid for req in moved], retracted=retracted)
 

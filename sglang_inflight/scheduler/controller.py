@@ -64,12 +64,13 @@ from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
+from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
 from sglang_inflight.scheduler.versions.staleness import Staleness
-from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model
@@ -117,7 +118,11 @@ class Controller:
             metrics,
             ends_mismatched=settings.pd_mismatch == "abort",
         )
-        self.adapters = Adapters(scheduler, boundary, self.fence)
+        adapter_versions = AdapterVersions()
+        self.contracts = Contracts(
+            scheduler, boundary.requests, self.versions, adapter_versions, metrics
+        )
+        self.adapters = Adapters(scheduler, boundary, self.fence, adapter_versions, self.contracts)
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
             scheduler,
@@ -145,6 +150,7 @@ class Controller:
             self.fence,
             self.staleness,
             self.turns,
+            self.contracts,
             metrics,
         )
         self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
@@ -276,8 +282,15 @@ class Controller:
         finally:
             prealloc.queue = prealloc.queue + held
 
-    def enqueue(self, req: Req) -> None:
-        """Prepare a request, new or retracted, for the waiting queue."""
+    def enqueue(self, req: Req) -> bool:
+        """Prepare a request, new or retracted, for the waiting queue.
+
+        Return False if the request was ended instead: its version contract does not hold.
+        """
+        self._prepare(req)
+        return self.contracts.admits(req)
+
+    def _prepare(self, req: Req) -> None:
         self.turns.enqueue(req)
         self.fence.admit(req)
         self.adapters.admit(req)
@@ -301,10 +314,11 @@ class Controller:
         return True
 
     def enqueue_again(self, req: Req) -> None:
-        """Queue ``req`` again, on a prefill server that released its KV."""
+        """Prepare ``req``, queued again on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
         forget(req)
-        self.enqueue(req)
+        self._prepare(req)
+        self.contracts.check([req])
 
     def launch(self, batch: ScheduleBatch, launch: Callable[[], Any]) -> Any:
         """Launch the forward of ``batch``, and record the version of the KV that it writes."""
@@ -436,6 +450,7 @@ class Controller:
 
     def _rename(self, call: RenameCall) -> None:
         self.versions.rename(call.weight_version)
+        self.contracts.check_waiting()
         self._describe(call)
 
     def _flush(self, call: FlushCall) -> None:

@@ -101,8 +101,11 @@ def request_no_kv_while_draining(
     return prealloc.scheduler.inflight.ask_for_kv(lambda: ask(prealloc, *args, **kwargs))
 
 
-def enqueue(scheduler: PatchedScheduler, req: Req, *args: Any, **kwargs: Any) -> None:
-    scheduler.inflight.enqueue(req)
+def enqueue(
+    add: Callable[..., None], scheduler: PatchedScheduler, req: Req, *args: Any, **kwargs: Any
+) -> None:
+    if scheduler.inflight.enqueue(req):
+        add(scheduler, req, *args, **kwargs)
 
 
 def abort_own_requests(
@@ -432,7 +435,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_EXCHANGE}.all_gather", take_counts, HookType.AFTER),
     (f"{_SCHEDULER}.on_idle", skip_idle_work_while_held, HookType.AROUND),
     (f"{_SCHEDULER}._collect_inflight_batches", include_held_batches, HookType.AROUND),
-    (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
+    (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.AROUND),
     (f"{_SCHEDULER}.abort_request", abort_own_requests, HookType.AROUND),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),

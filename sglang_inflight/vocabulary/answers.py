@@ -46,6 +46,8 @@ Mapping.register(Answer)
 # ---- status ---------------------------------------------------------------------------
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
+# what becomes of requests that arrive in a pause
+NewRequests = Literal["queue", "reject"]
 # prefill or decode server of a pair; "both" without disaggregation
 Role = Literal["prefill", "decode", "both"]
 
@@ -60,6 +62,7 @@ class Holder(Answer, frozen=True, kw_only=True):
     mode: PauseMode
     # None: no lease
     lease_left_s: float | None
+    new_requests: NewRequests = "queue"
 
 
 class PauseStatus(Answer, frozen=True, kw_only=True):
@@ -69,9 +72,18 @@ class PauseStatus(Answer, frozen=True, kw_only=True):
     # mode of the latest held pause
     mode: PauseMode | None
     holders: tuple[Holder, ...]
+    # "reject" if a holder says so
+    new_requests: NewRequests = "queue"
     # counts of requests
     running: int
     waiting: int
+
+
+class Served(Answer, frozen=True, kw_only=True):
+    """What the server serves."""
+
+    weight_version: str
+    epoch: int
 
 
 class WeightsStatus(Answer, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from sglang_inflight.vocabulary.answers import PauseMode
+from sglang_inflight.vocabulary.answers import NewRequests, PauseMode
 from sglang_inflight.vocabulary.errors import Refused
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 # short, because every chunk of every answer repeats a version
 LONGEST_VERSION = 256
 Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
+# of a request, or of a call, for a version
+LONGEST_WAIT_S = 86400.0
 OnBusy = Literal["wait", "refuse", "replace"]
 KVPolicy = Literal["recompute", "fence", "keep"]
 # for requests that move to another adapter; no "keep", because adapters share no prefixes
@@ -57,6 +59,20 @@ class PauseBody(Body, kw_only=True):
     new_id: NewId | None = None
     lease_s: Seconds | None = None
     timeout_s: Seconds | None = None
+    # what becomes of requests that arrive in the pause; None: "queue", or a renewed pause's own
+    new_requests: NewRequests | None = None
+
+
+class WaitBody(Body, kw_only=True):
+    """A wait for an epoch, at least, or for a version's name, or both."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    weight_version: Version | None = None
+    # None: the default of a contract
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)] | None = None
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
 
 
 class ContinueBody(Body, kw_only=True):

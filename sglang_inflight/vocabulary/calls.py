@@ -19,6 +19,7 @@ from sglang_inflight.vocabulary.answers import (
     NamelessGrant,
     Receipt,
     Release,
+    Served,
     StagedSoFar,
     Status,
     WindowGrant,
@@ -46,6 +47,7 @@ from sglang_inflight.vocabulary.bodies import (
     SealBody,
     TensorBody,
     UnloadAdapterBody,
+    WaitBody,
 )
 
 
@@ -66,6 +68,8 @@ class Call:
     positional: tuple[str, ...] | None = ()
     # SGLang's methods return success and message
     answers_pair: bool = False
+    # the route is a GET, and its query has the fields of ``body``
+    reads_query: bool = False
 
     @property
     def is_sglangs(self) -> bool:
@@ -73,7 +77,7 @@ class Call:
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is NoBody else "POST"
+        return "GET" if self.body is NoBody or self.reads_query else "POST"
 
 
 _ROWS = (
@@ -292,6 +296,20 @@ _ROWS = (
         name="is_paused",
         path="/is_paused",
         doc="Return whether generation is paused. Raises ``Conflict`` if the replicas differ.",
+    ),
+    Call(
+        name="wait_for_epoch",
+        path="/inflight/wait",
+        body=WaitBody,
+        answers=(Served,),
+        positional=("epoch",),
+        reads_query=True,
+        doc="""
+        Return what is served, as soon as the epoch is at least ``epoch``.
+
+        With ``weight_version`` also wait for that name. Raises ``NotServed`` after ``timeout_s``
+        seconds; None is the server's SGLANG_INFLIGHT_VERSION_TIMEOUT_S.
+        """,
     ),
     Call(
         name="inflight_status",

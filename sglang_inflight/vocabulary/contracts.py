@@ -12,8 +12,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sglang_inflight.vocabulary.bodies import LONGEST_VERSION, Body, Version, check_version
+from sglang_inflight.vocabulary.bodies import (
+    LONGEST_VERSION,
+    LONGEST_WAIT_S,
+    Body,
+    Version,
+    check_version,
+)
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel
 
 CUSTOM_PARAMS = "custom_params"
 
@@ -38,11 +45,66 @@ class Contract(Body, kw_only=True, forbid_unknown_fields=False):
     # the served version or the previous one
     weight_version: Version | None = None
     # seconds to wait at the door; None: the server's default
-    version_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] | None = None
+    version_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)] | None = None
 
     def __post_init__(self) -> None:
         for name in (self.exact_weight_version, self.exact_adapter_version, self.weight_version):
             check_version(name)
+        of_first = (self.min_weight_version, self.exact_weight_version, self.min_epoch)
+        if self.weight_version is not None and of_first != (None, None, None):
+            raise Refused(
+                "weight_version names the weights of every token: leave out min_weight_version, "
+                "exact_weight_version and min_epoch"
+            )
+
+    @property
+    def is_about_adapter(self) -> bool:
+        """Whether the contract needs a request with an adapter."""
+        return self.min_adapter_version is not None or self.exact_adapter_version is not None
+
+    def why_broken(self, served: VersionLabel) -> str | None:
+        """Return why a first token by ``served`` breaks the contract; None if it keeps it."""
+        if self.min_epoch is not None and served.epoch < self.min_epoch:
+            return f"min_epoch is {self.min_epoch}, and {_say(served)} is served"
+        return _why_not(
+            "weight_version",
+            self.min_weight_version,
+            self.exact_weight_version,
+            served.version,
+            f"{_say(served)} is served",
+        )
+
+    def why_broken_by_adapter(self, served: AdapterLabel | None) -> str | None:
+        """Return why a first token with this adapter breaks the contract, or None."""
+        if not self.is_about_adapter:
+            return None
+        if served is None:
+            return "the contract is about an adapter's version, and the request has no adapter"
+        return _why_not(
+            "adapter_version",
+            self.min_adapter_version,
+            self.exact_adapter_version,
+            served.version,
+            f"version {served.version!r} of the adapter {served.adapter!r} is served",
+        )
+
+
+def _say(served: VersionLabel) -> str:
+    return f"version {served.version!r} (epoch {served.epoch})"
+
+
+def _why_not(
+    what: str, least: str | int | None, exact: str | None, version: str, is_served: str
+) -> str | None:
+    if exact is not None and version != exact:
+        return f"exact_{what} is {exact!r}, and {is_served}"
+    if least is None:
+        return None
+    if not (version.isascii() and version.isdecimal()):
+        return f"min_{what} is {least}, and {is_served}, which is no decimal integer"
+    if int(version) < int(least):
+        return f"min_{what} is {least}, and {is_served}"
+    return None
 
 
 FIELDS = Contract.__struct_fields__

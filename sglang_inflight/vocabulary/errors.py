@@ -15,6 +15,8 @@ from __future__ import annotations
 import errno
 import os
 
+from sglang_inflight.vocabulary.labels import VersionLabel
+
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 # errors raised by C++ carry this text but no errno
 _SAYS_SO = os.strerror(errno.EMFILE)
@@ -77,6 +79,27 @@ class Gone(Refused):
     """The server or engine is shutting down: no rank answers. Ask another server."""
 
     status = 503
+
+
+class RetryLater(Refused):
+    """This server does not take the request now. Send it elsewhere, or again later."""
+
+    status = 503
+    # seconds, for the answer's header ``Retry-After``
+    retry_after_s = 1
+
+    def __init__(self, message: str, served: VersionLabel | None = None) -> None:
+        """``served`` is what the server serves, for the answer's body and headers."""
+        super().__init__(message)
+        self.served = served
+
+
+class NotServed(RetryLater):
+    """The server does not serve the version asked for."""
+
+
+class Rejected(RetryLater):
+    """A held pause rejects new requests."""
 
 
 class Exhausted(Refused):

@@ -44,6 +44,10 @@ class VersionLabel(NamedTuple):
 _BEFORE_ADAPTER = "\0"
 
 
+# version of the adapters loaded at the server's start
+FIRST_ADAPTER_VERSION = "0"
+
+
 class AdapterLabel(NamedTuple):
     adapter: str
     version: str

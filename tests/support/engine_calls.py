@@ -145,6 +145,21 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
     answers["too loose"] = said(
         engine.generate, input_ids=[9], sampling_params={"max_new_tokens": 1.5}
     )
+    answers["contract"] = [
+        engine.generate(
+            None,
+            {"max_new_tokens": 1},
+            input_ids=[9],
+            exact_weight_version=engine.inflight_status()["weight_version"],
+        ),
+        said(engine.generate, input_ids=[9], min_epoch=10**6, version_timeout_s=0),
+        said(engine.generate, input_ids=[9], min_epoch=-1),
+        said(engine.wait_for_epoch, 10**6, timeout_s=0),
+        engine.wait_for_epoch(1),
+    ]
+    engine.pause_generation("in_place", new_requests="reject")
+    answers["rejected"] = said(engine.generate, input_ids=[9])
+    engine.continue_generation()
     answers["last"] = engine.generate(
         input_ids=[9], sampling_params={"temperature": 0, "max_new_tokens": 3}
     )["output_ids"]

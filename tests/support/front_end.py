@@ -87,6 +87,7 @@ FIRST = Rank(0, 0, 0)
 # type of a body -> its call; GETs share one
 NAMES = {call.body: call.name for call in TABLE.values()}
 NO_ADAPTERS: Any = SimpleNamespace(load=None, unload=None)
+NO_ADMISSION: Any = SimpleNamespace(wait_for_epoch=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
 
@@ -313,6 +314,7 @@ class FrontEnd:
             self.memory,
             self.groups,
             adapters=NO_ADAPTERS,
+            admission=NO_ADMISSION,
             ask_status=NO_STATUS,
         )
         if transparent:

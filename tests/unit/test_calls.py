@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
+from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
@@ -23,12 +24,11 @@ from sglang_inflight.vocabulary.calls import TABLE, Call
 
 def handlers() -> dict[str, tuple[Handler, Handler]]:
     """Each call's handler, and the one of transparent mode."""
-    classes: tuple[Any, ...] = (Pauses, Updates, Memory, Groups, Adapters)
+    classes: tuple[Any, ...] = (Pauses, Updates, Memory, Groups, Adapters, Admission)
     objects = [each.__new__(each) for each in classes]
     nothing: Any = SimpleNamespace()
-    by_class = dict(
-        zip(("pauses", "updates", "memory", "groups", "adapters"), objects, strict=True)
-    )
+    names = ("pauses", "updates", "memory", "groups", "adapters", "admission")
+    by_class = dict(zip(names, objects, strict=True))
     direct = direct_handlers(nothing, **by_class, ask_status=nothing)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct

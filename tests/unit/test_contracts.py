@@ -61,6 +61,12 @@ def test_wrong_field_is_refused(field: str, value: Any) -> None:
         fold({field: value}, None)
 
 
+def test_pinned_request_takes_no_other_weights() -> None:
+    with pytest.raises(Refused, match="every token"):
+        read_contract({"weight_version": "41", "min_epoch": 2})
+    assert read_contract({"weight_version": "41", "min_adapter_version": 2}) is not None
+
+
 def test_field_in_the_body_is_folded_beside_other_params() -> None:
     given = given_in({"min_epoch": 3, "weight_version": None, "text": "a"})
     assert given == {"min_epoch": 3}

@@ -18,7 +18,8 @@ from sglang_inflight.frontend.hook_guard import (
     replace_if_active,
     wrap_if_active,
 )
-from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields, mount
+from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, mount
+from sglang_inflight.frontend.http.refused_fields import find_our_fields
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_refused
 from sglang_inflight.vocabulary.bodies import DiskBody, PauseBody

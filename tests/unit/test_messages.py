@@ -61,7 +61,7 @@ def test_an_answer_is_read_by_attribute_and_by_key() -> None:
     assert pause["holders"][0]["mode"] == "wait"
     assert {**pause} == {name: getattr(pause, name) for name in pause}
     assert ("mode" in pause, "colour" in pause) == (True, False)
-    assert (pause.get("mode"), pause.get("colour"), len(pause)) == ("wait", None, 6)
+    assert (pause.get("mode"), pause.get("colour"), len(pause)) == ("wait", None, 7)
     with pytest.raises(KeyError):
         pause["colour"]
 
@@ -72,7 +72,10 @@ def test_answer_as_json_has_plain_values() -> None:
         "state": "frozen",
         "paused": True,
         "mode": "wait",
-        "holders": [{"pause_id": "p", "mode": "wait", "lease_left_s": None}],
+        "holders": [
+            {"pause_id": "p", "mode": "wait", "lease_left_s": None, "new_requests": "queue"}
+        ],
+        "new_requests": "queue",
         "running": 1,
         "waiting": 2,
     }

@@ -23,6 +23,7 @@ from sglang_inflight.frontend.workers.protocol import (
     read_owner_message,
 )
 from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 FIRST = ServerState(
     weight_version="v0",
@@ -30,6 +31,9 @@ FIRST = ServerState(
     load_format="auto",
     initial_weights_loaded=True,
     paused=False,
+    served=(VersionLabel(0, "v0"),),
+    adapter_versions=(),
+    rejects=False,
     hollow=False,
     forgotten=0,
     adapters=(),

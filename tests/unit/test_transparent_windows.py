@@ -37,7 +37,7 @@ from sglang_inflight.vocabulary.bodies import (
 )
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
-from tests.support.front_end import NAMES, NO_ADAPTERS, NO_STATUS, FrontEnd
+from tests.support.front_end import NAMES, NO_ADAPTERS, NO_ADMISSION, NO_STATUS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
 from tests.unit.fakes import ALL, SETTINGS, Play
@@ -59,6 +59,7 @@ class TransparentPlay(Play):
             no_memory,
             self.groups,
             NO_ADAPTERS,
+            NO_ADMISSION,
             NO_STATUS,
         )
         self.handlers = Transparent(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_inflight.scheduler.adapters import Adapters
+from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 
 
 class Req:
@@ -34,7 +35,7 @@ def test_request_of_an_unloaded_adapter_is_refused(
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     scheduler: Any = SimpleNamespace(tp_worker=worker)
     nothing: Any = None
-    adapters = Adapters(scheduler, nothing, nothing)
+    adapters = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing)
     req: Any = Req(asked)
     adapters.admit(req)
     assert req.lora_id == runs_with

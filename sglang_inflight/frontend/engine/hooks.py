@@ -10,8 +10,9 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
-from sglang_inflight.frontend.hook_guard import has_frontend
+from sglang_inflight.frontend.hook_guard import has_frontend, wrap_if_active
 from sglang_inflight.unsupported import ask_in_a_launch, launch
+from sglang_inflight.vocabulary.contracts import FIELDS, fold_into_sampling, given_in
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine
@@ -63,6 +64,20 @@ def end_what_waits(engine: PatchedEngine) -> None:
         frontend.lifetime.end("the engine was shut down")
 
 
+def generate(
+    upstreams: Callable[..., Any],
+    engine: PatchedEngine,
+    prompt: Any = None,
+    sampling_params: Any = None,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """Take a version contract as keyword arguments, with the names that it has in a body."""
+    given = {name: named.pop(name) for name in FIELDS if name in named}
+    folded = fold_into_sampling(given_in(given), sampling_params)
+    return upstreams(engine, prompt, folded, *args, **named)
+
+
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_ENGINE}._launch_subprocesses", launch, HookType.AROUND),
     # SGLang calls this once, after loading plugins and before starting processes
@@ -71,6 +86,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         ask_in_a_launch,
         HookType.BEFORE,
     ),
+    *((f"{_ENGINE}.{name}", *wrap_if_active(generate)) for name in ("generate", "async_generate")),
     (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
     *(
         (f"{_ENGINE}.{method.name}", method.instead, HookType.AROUND)

@@ -24,6 +24,7 @@ from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.handlers import Arrival
+from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
 from sglang_inflight.frontend.http.large_bodies import large_body
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
@@ -170,13 +171,21 @@ def guarded(handler: Callable[..., Awaitable[Content]], *, takes_request: bool =
 
 
 def refusal(error: InflightError) -> Response:
-    return ORJSONResponse(describe_refusal(error), status_code=error.status)
+    return ORJSONResponse(
+        describe_refusal(error), status_code=error.status, headers=headers_of(error)
+    )
 
 
 def describe_refusal(error: InflightError) -> dict[str, Any]:
     """Return the error as JSON: the message for SGLang's, and for OpenAI's and vLLM's clients."""
     inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
-    return {"success": False, "status": "error", "message": str(error), "error": inner}
+    return {
+        "success": False,
+        "status": "error",
+        "message": str(error),
+        "error": inner,
+        **content_of(error),
+    }
 
 
 def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:

@@ -11,19 +11,20 @@ from types import ModuleType
 from fastapi import FastAPI, Request, Response
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_inflight.frontend.contracts import fold_into_generate
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.doors import enter_generate
 from sglang_inflight.frontend.http.endpoints import refusal
 from sglang_inflight.vocabulary.errors import InflightError
 
 logger = logging.getLogger(__name__)
 
 
-def mount(app: FastAPI, http_server: ModuleType) -> None:
+def mount(app: FastAPI, http_server: ModuleType, frontend: Frontend) -> None:
     """Put our route before SGLang's, which stays the one described in ``/openapi.json``."""
 
     async def generate_request(obj: GenerateReqInput, request: Request) -> Response:
         try:
-            await fold_into_generate(obj, request)
+            await enter_generate(frontend, obj, request)
         except InflightError as error:
             logger.warning("%s refused: %s", request.url.path, error)
             return refusal(error)

@@ -6,19 +6,17 @@ because SGLang would silently ignore these fields.
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import APIRouter, FastAPI
-from starlette._utils import get_route_path
 from starlette.middleware import Middleware
-from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.frontend.as_sglang import our_fields
-from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
+from sglang_inflight.frontend.contracts import REFUSED as CONTRACTS_REFUSED
+from sglang_inflight.frontend.contracts import TAKEN as CONTRACTS_TAKEN
+from sglang_inflight.frontend.http.endpoints import Content, guarded
+from sglang_inflight.frontend.http.refused_fields import RefuseFields
 from sglang_inflight.vocabulary.answers import Inactive
-from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.calls import TABLE
+from sglang_inflight.vocabulary.contracts import Contract
 from sglang_inflight.vocabulary.errors import NotOffered
 
 _ROUTES = [(call.path, call) for call in TABLE.values() if call.path is not None]
@@ -51,55 +49,13 @@ def mount(app: FastAPI, why: str) -> None:
         router.add_api_route(path, guarded(refuse), methods=[method], include_in_schema=False)
     app.router.routes[:0] = router.routes
     # the last middleware is the innermost: behind the check of API keys
-    app.user_middleware.append(Middleware(RefuseOurFields, why=why))
-
-
-class RefuseOurFields:
-    """ASGI middleware: refuse bodies with a field of ours. Null and default values pass."""
-
-    def __init__(self, app: Any, *, why: str) -> None:
-        self._app = app
-        self._why = why
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shape = BODIES.get(get_route_path(scope)) if scope["type"] == "http" else None
-        if shape is None:
-            await self._app(scope, receive, send)
-            return
-        messages = await _whole_body(receive)
-        named = find_our_fields(b"".join(m.get("body", b"") for m in messages), shape)
-        if named:
-            error = NotOffered(f"{', '.join(named)}: {self._why}")
-            await refusal(error)(scope, receive, send)
-            return
-        messages.reverse()
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-
-def find_our_fields(content: bytes, shape: type[Body]) -> list[str]:
-    """Return our fields set to a non-default value in the body."""
-    defaults = our_fields(shape)
-    # decoding skips all other fields, which may hold whole tensors
-    ours = msgspec.defstruct("_Ours", [(name, Any, msgspec.UNSET) for name in defaults])
-    try:
-        given = msgspec.json.decode(content or b"{}", type=ours)
-    except (msgspec.DecodeError, RecursionError):
-        # SGLang reports the malformed body
-        return []
-    nothing = (None, msgspec.UNSET)
-    return [
-        name
-        for name, default in defaults.items()
-        if (value := getattr(given, name)) not in nothing and value != default
-    ]
-
-
-async def _whole_body(receive: Receive) -> list[Message]:
-    messages = [await receive()]
-    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
-        messages.append(await receive())
-    return messages
+    app.user_middleware.append(
+        Middleware(
+            RefuseFields,
+            shapes={
+                **dict.fromkeys((*CONTRACTS_TAKEN, *CONTRACTS_REFUSED), Contract),
+                **BODIES,
+            },
+            refuse=lambda names: NotOffered(f"{', '.join(names)}: {why}"),
+        )
+    )

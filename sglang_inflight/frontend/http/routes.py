@@ -14,8 +14,11 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
 from sglang_inflight.frontend.as_sglang import decode, group_named_in
+from sglang_inflight.frontend.contracts import REFUSED as CONTRACTS_REFUSED
+from sglang_inflight.frontend.contracts import not_taken
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.handlers import Handler, Handlers
+from sglang_inflight.frontend.http.answer_versions import AnswerHeaders
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     Endpoint,
@@ -27,9 +30,11 @@ from sglang_inflight.frontend.http.endpoints import (
     with_adapter,
     with_body,
     with_payloads,
+    with_query,
     without_body,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
+from sglang_inflight.frontend.http.refused_fields import RefuseFields
 from sglang_inflight.vocabulary.answers import Begun, Grant
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
@@ -43,6 +48,7 @@ from sglang_inflight.vocabulary.bodies import (
     UpdateBody,
 )
 from sglang_inflight.vocabulary.calls import TABLE, Call
+from sglang_inflight.vocabulary.contracts import Contract
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
@@ -87,9 +93,15 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
             route.include_in_schema = False
     app.router.routes[:0] = router.routes
     app.add_exception_handler(InflightError, _refuse)
+    # the last middleware is the innermost: behind the ones for API keys and headers
+    app.user_middleware += [
+        Middleware(AnswerHeaders, served=lambda: frontend.versions.first),
+        Middleware(
+            RefuseFields, shapes=dict.fromkeys(CONTRACTS_REFUSED, Contract), refuse=not_taken
+        ),
+    ]
     every_s = frontend.settings.sse_comment_s
     if every_s > 0:
-        # the last middleware is the innermost: behind the ones for API keys and headers
         comments = Middleware(
             PauseComments,
             mode=frontend.mode,
@@ -126,6 +138,8 @@ def _describe(shape: type[Body]) -> dict[str, Any]:
 def endpoint_of(call: Call, frontend: Frontend) -> Endpoint:
     handlers = frontend.handlers
     handle = _in_json(call, handlers[call.name])
+    if call.reads_query:
+        return with_query(call.body, handle)
     if call.method == "GET":
         return without_body(handle)
     if issubclass(call.body, LoadAdapterBody | UnloadAdapterBody):

@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -50,6 +50,7 @@ from sglang_inflight.vocabulary.errors import (
     RankFailed,
     Refused,
 )
+from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
@@ -91,6 +92,8 @@ class Adapters:
         self._loads = itertools.count(1)
         # by name: folder and version of the last load
         self._versions: dict[str, tuple[str | None, str]] = {}
+        # called after a version has changed, on the event loop
+        self.on_change: Callable[[], None] = lambda: None
         # ids of adapters without a name, waiting for their last request
         self._retiring: set[str] = set()
         # Serializes all loads. Two loads of one name would each treat the other as the old
@@ -109,6 +112,32 @@ class Adapters:
             if is_again and name in self._tokenizer_manager.lora_ref_cache:
                 return version
         return str(next(self._loads))
+
+    def served(self, name: str) -> AdapterLabel | None:
+        """Return the version that new requests of the adapter ``name`` get; None if not loaded."""
+        tokenizer_manager = self._tokenizer_manager
+        if (
+            name not in tokenizer_manager.lora_registry.get_all_adapters()
+            and name not in tokenizer_manager.lora_ref_cache
+        ):
+            return None
+        _, version = self._versions.get(name, (None, FIRST_ADAPTER_VERSION))
+        return AdapterLabel(name, version)
+
+    def note(self, name: str, path: str | None, version: str) -> None:
+        """Note the version of a load that has taken the name."""
+        self._versions[name] = (path, version)
+        self.on_change()
+
+    @property
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """The names and versions of the loads, for tokenizer workers."""
+        return tuple((name, version) for name, (_, version) in self._versions.items())
+
+    def follow(self, versions: Iterable[tuple[str, str]]) -> None:
+        """Take the owner's ``versions``, in a tokenizer worker."""
+        self._versions = {name: (None, version) for name, version in versions}
+        self.on_change()
 
     async def load(self, body: LoadAdapterBody) -> AdapterLoaded:
         """Load an adapter. A started load finishes even if its caller leaves.
@@ -169,7 +198,7 @@ class Adapters:
                         self._tokenizer_manager.lora_ref_cache.pop(own_name, None)
                         raise
                 await self._exchange_name(name, own_name, new_id, move)
-            self._versions[name] = (body.path, version)
+            self.note(name, body.path, version)
         loaded: Any = self.loaded()
         return AdapterLoaded(
             success=True,

@@ -42,8 +42,14 @@ async def load_everywhere(
     if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
         # from ``Adapters``, which holds ``loading``
         return await _load_everywhere(load, tm, obj, *args)
-    async with tm.inflight.adapters.loading:
-        return await _load_everywhere(load, tm, _as_ours(tm, obj), *args)
+    adapters = tm.inflight.adapters
+    async with adapters.loading:
+        request = _as_ours(tm, obj)
+        result = await _load_everywhere(load, tm, request, *args)
+        if result.success:
+            path = getattr(request, "lora_path", None)
+            adapters.note(request.adapter, path, request.adapter_version)
+        return result
 
 
 async def _load_everywhere(

@@ -152,6 +152,7 @@ class Owner:
             self._shutdown_signal.listen(lambda: self._shut_down(manager, broadcast))
         )
         manager.set_engine_state_changed_callback(broadcast.post)
+        manager.inflight.on_change = broadcast.post
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
         mount_reloads(app, manager)
@@ -175,6 +176,9 @@ class Owner:
             load_format=manager.config_value("load_format"),
             initial_weights_loaded=manager.initial_weights_loaded,
             paused=manager.is_pause,
+            served=manager.inflight.versions.labels,
+            adapter_versions=manager.inflight.adapters.versions,
+            rejects=manager.inflight.pauses.rejects,
             hollow=manager.inflight.is_hollow,
             forgotten=self._preprocessed.forgotten,
             adapters=_rows(manager.lora_registry.get_all_adapters()),

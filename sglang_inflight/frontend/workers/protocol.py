@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from sglang_inflight.vocabulary.labels import VersionLabel
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
@@ -42,6 +44,12 @@ class ServerState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     # ends a worker's wait for a checkpoint engine
     initial_weights_loaded: bool
     paused: bool
+    # the ranks' different labels of versions
+    served: tuple[VersionLabel, ...]
+    # adapters' names and the versions of their last loads
+    adapter_versions: tuple[tuple[str, str], ...]
+    # a held pause rejects new requests
+    rejects: bool
     # weights are missing, so workers answer requests with 503
     hollow: bool
     # count of cache clears of preprocessed images

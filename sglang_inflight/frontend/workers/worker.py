@@ -140,9 +140,13 @@ class Worker:
         if before.paused and not state.paused:
             keep(tokenizer_manager.asyncio_tasks, admit_requests(tokenizer_manager))
         self._frontend.is_hollow = state.hollow
+        self._frontend.admission.owner_rejects = state.rejects
         self._adapters.replace_all(state.adapters)
         refs = map(as_sglangs, state.reloadable)
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
+        # last, because these let waiting requests through
+        self._frontend.versions.replace(state.served)
+        self._frontend.adapters.follow(state.adapter_versions)
 
     def _uses_have_changed(self) -> None:
         """Send the counts once for all changes in one turn of the event loop."""

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.messages import ContinueCall, NewRequests, PauseCall, PauseMode
 from sglang_inflight.vocabulary.answers import MEMORY
 
 # These modes freeze the loop after the last request has ended. The other modes freeze at once.
@@ -61,6 +61,7 @@ class Holder:
     expires_at: float | None
     # reason, for the pause that released memory holds
     why: str | None = None
+    new_requests: NewRequests = "queue"
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,12 @@ class NotifyGenerationContinues:
     """Generation continues without a call: the last lease expired."""
 
 
-Reply = Grant | Released | Refuse | LeaseExpired | NotifyGenerationContinues
+@dataclass(frozen=True)
+class NotifyNewRequests:
+    """New requests are taken again without a call: the last rejecting lease expired."""
+
+
+Reply = Grant | Released | Refuse | LeaseExpired | NotifyGenerationContinues | NotifyNewRequests
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,12 @@ class HeldPauses:
     def mode(self) -> PauseMode | None:
         """Mode of the latest pause held."""
         return self.holders[-1].mode if self.holders else None
+
+    @property
+    def new_requests(self) -> NewRequests:
+        """What becomes of new requests: one rejecting holder is enough."""
+        rejects = any(holder.new_requests == "reject" for holder in self.holders)
+        return "reject" if rejects else "queue"
 
     @property
     def alarms(self) -> list[tuple[float, LeaseOver | WaitOver]]:
@@ -293,13 +305,19 @@ def _renew(pauses: HeldPauses, held: Holder | None, asked: Asked) -> Transition:
     if pauses.state is not PauseState.FROZEN or mode != held.mode:
         return _take(pauses, asked, mode)
     # stay frozen: renewing a granted "wait" must not drain again
-    renewed = replace(held, expires_at=_after(asked.now, call.lease_s))
+    renewed = replace(
+        held,
+        expires_at=_after(asked.now, call.lease_s),
+        new_requests=call.new_requests or held.new_requests,
+    )
     holders = tuple(renewed if holder is held else holder for holder in pauses.holders)
     return Transition(replace(pauses, holders=holders), replies=(Grant(call),))
 
 
 def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
     call, now = asked.call, asked.now
+    held = pauses.find(call.pause_id)
+    new_requests = call.new_requests or (held.new_requests if held is not None else "queue")
     # while memory is released no request can finish
     drains = mode in asked.draining and pauses.memory is None
     pauses, refusals = _withdraw(
@@ -311,7 +329,12 @@ def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
     # last in the order, because the latest pause decides the mode
     holders = (
         *pauses.others_than(call.pause_id),
-        Holder(call.pause_id, mode, None if drains else _after(now, call.lease_s)),
+        Holder(
+            call.pause_id,
+            mode,
+            None if drains else _after(now, call.lease_s),
+            new_requests=new_requests,
+        ),
     )
     if drains:
         gives_up_at = _after(now, call.timeout_s) if mode == "wait" else None
@@ -347,6 +370,8 @@ def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
     replies: tuple[Reply, ...] = (*left.replies, LeaseExpired(pause_id))
     if not left.pauses.holders:
         replies = (*replies, NotifyGenerationContinues())
+    elif left.pauses.new_requests != pauses.new_requests:
+        replies = (*replies, NotifyNewRequests())
     return left._replace(replies=replies)
 
 

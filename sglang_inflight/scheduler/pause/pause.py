@@ -50,6 +50,7 @@ from sglang_inflight.scheduler.pause.machine import (
     MemoryBack,
     Move,
     NotifyGenerationContinues,
+    NotifyNewRequests,
     PauseState,
     Refuse,
     Released,
@@ -116,6 +117,11 @@ class Pause:
     def mode(self) -> PauseMode | None:
         """Mode of the latest pause held."""
         return self._held.mode
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a held pause rejects new requests."""
+        return self._held.new_requests == "reject"
 
     # ---- calls -------------------------------------------------------------------
 
@@ -213,9 +219,11 @@ class Pause:
                     lease_left_s=leases.get(holder.pause_id)
                     if holder.expires_at is None
                     else max(0.0, holder.expires_at - now),
+                    new_requests=holder.new_requests,
                 )
                 for holder in self._held.holders
             ),
+            new_requests=self._held.new_requests,
             running=len(self._requests.running()),
             waiting=len(self._requests.waiting()),
         )
@@ -292,11 +300,12 @@ class Pause:
                     waiting=len(self._requests.waiting()),
                     retracted=self._retracted,
                     aborted=aborted,
+                    rejects=self.rejects,
                 )
                 self._answers.succeed(call, answer)
             case Released(released):
                 paused = self.state is not PauseState.RUNNING
-                self._answers.succeed(released, Resumed(paused=paused))
+                self._answers.succeed(released, Resumed(paused=paused, rejects=self.rejects))
             case Refuse(refused, why):
                 self._aborted.pop(refused.call_id, None)
                 self._answers.fail(refused, Conflict(why))
@@ -304,6 +313,8 @@ class Pause:
                 logger.warning("The lease of pause %s ran out.", pause_id)
             case NotifyGenerationContinues():
                 logger.warning("Nobody holds a pause any more: generation continues.")
+                self._answers.send_generation_continues()
+            case NotifyNewRequests():
                 self._answers.send_generation_continues()
             case _:
                 assert_never(reply)

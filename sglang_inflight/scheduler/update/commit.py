@@ -31,6 +31,7 @@ from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeight
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
+from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
@@ -53,6 +54,7 @@ class Commits:
         fence: PrefixFence,
         staleness: Staleness,
         turns: Turns,
+        contracts: Contracts,
         metrics: Metrics,
     ) -> None:
         self._boundary = boundary
@@ -62,6 +64,7 @@ class Commits:
         self._fence = fence
         self._staleness = staleness
         self._turns = turns
+        self._contracts = contracts
         self._metrics = metrics
 
     def commit(self, call: CommitCall) -> Committed:
@@ -168,9 +171,10 @@ class Commits:
         )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
-        """Update versions, lags, fence and cache after a swap."""
+        """Update versions, lags, contracts, fence and cache after a swap."""
         self._versions.begin_epoch(version)
         self._staleness.begin_epoch(self._versions.epoch)
+        self._contracts.check_waiting()
         if kv_cache != "keep":
             # before the flush: no old prefix is reused even if the flush fails
             self._fence.raise_to(self._versions.epoch)

@@ -38,6 +38,7 @@ from sglang.srt.utils.weight_versions import WeightVersionEvent
 
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.versions.contracts import contract_of, describe_broken
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
@@ -117,7 +118,16 @@ class Handover:
         is_mismatched = first.version not in (current, UNKNOWN)
         if is_mismatched:
             self._metrics.prefill_mismatches.inc()
-        if self._ends_mismatched and self._is_true_on_any_rank(is_mismatched):
+        contract = contract_of(req) if has_first else None
+        why = contract.why_broken(first) if contract is not None else None
+        # the contract is the same on every rank
+        if contract is not None and self._is_true_on_any_rank(why is not None):
+            prepare_abort(
+                req,
+                describe_broken(why or "another rank could not read the first token's version"),
+                status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            )
+        elif self._ends_mismatched and self._is_true_on_any_rank(is_mismatched):
             prepare_abort(
                 req,
                 f"The prefill server had version {first.version!r} and the decode server "

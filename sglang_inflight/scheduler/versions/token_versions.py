@@ -46,8 +46,6 @@ _epoch = 0
 # a version's packed label begins with a number, and never like this
 _MARK = "adapter "
 _PINNED = "pinned "
-# version of the adapters loaded at the server's start
-FIRST_VERSION = "0"
 
 
 def write_spans(
@@ -173,6 +171,10 @@ class AdapterVersions:
         """Forget an adapter without requests. Entries in older requests stay."""
         self._labels.pop(lora_id, None)
 
+    def of(self, req: Req) -> AdapterLabel | None:
+        """Return the label of the adapter of ``req``; None without an adapter."""
+        return self._labels.get(req.lora_id or "")
+
     def begin(self, req: Req) -> None:
         """Label a request, new or retracted, on its way into the waiting queue."""
         events = req.weight_version_events
@@ -187,7 +189,7 @@ class AdapterVersions:
 
     def _marks(self, req: Req, *, tokens: int) -> list[Any]:
         """Return one entry, or none for a request without an adapter."""
-        label = self._labels.get(req.lora_id or "")
+        label = self.of(req)
         if label is None:
             return []
         return [WeightVersionEvent(old_version=_MARK + label.pack(), num_output_tokens=tokens)]

@@ -19,7 +19,9 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_inflight.frontend.admission import demands_of
 from sglang_inflight.frontend.as_sglang import decode
+from sglang_inflight.frontend.http.doors import enter
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
 from sglang_inflight.frontend.http.vllm.choices import Choices, describe_prompt, describe_usage
 from sglang_inflight.frontend.http.vllm.records import Experts, NewTokens, wants_experts
@@ -192,6 +194,7 @@ class Generate:
         for_skyrl: bool = False,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._frontend = frontend
         self._model_names = frontend.model_names
         self._settings = frontend.settings
         self._for_skyrl = for_skyrl
@@ -202,6 +205,7 @@ class Generate:
             rid = body.request_id or uuid.uuid4().hex
             choices = self._choices(body)
             obj = self._read(body, rid, request, choices)
+            await enter(self._frontend, lambda: demands_of(obj), body.request_id, request)
             if body.stream:
                 return StreamingResponse(
                     self._stream(body, rid, obj, request, choices),

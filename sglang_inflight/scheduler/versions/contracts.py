@@ -1,0 +1,137 @@
+"""Keeps version contracts: no request gets a first token that breaks its own.
+
+The front end holds a request until its contract holds (``frontend/admission.py``), but a commit may
+come between its door and the first forward. So the scheduler decides, at two moments: when a
+request enters the waiting queue, and when the weights, their name, or a request's adapter change.
+Between these moments neither the served version nor the contract changes. So a forward that makes
+a first token makes it by a version that keeps the contract.
+
+A request with a token, or with its first token in a queued result, keeps it, and its contract is
+fulfilled. That holds after a retraction, too, if the request keeps its tokens. A beam search begins
+anew, and is checked anew.
+
+Every rank of a replica handles the same messages between the same steps, and so ends the same
+requests. Only the scheduler's thread touches this module.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import _make_abort_req
+
+from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.by_version import send_abort_output
+from sglang_inflight.scheduler.requests import Requests
+from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
+from sglang_inflight.vocabulary.contracts import Contract, read_contract
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
+
+
+class Contracts:
+    """Ends the requests of one scheduler whose contract does not hold any more."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Requests,
+        versions: Versions,
+        adapters: AdapterVersions,
+        metrics: Metrics,
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._versions = versions
+        self._adapters = adapters
+        self._metrics = metrics
+
+    def admits(self, req: Req) -> bool:
+        """Return whether ``req`` may enter the waiting queue; answer it otherwise."""
+        if _is_settled(req):
+            return True
+        why = self._why_broken(req)
+        if why is None:
+            return True
+        self._metrics.broken_contracts.inc()
+        send_abort_output(
+            self._scheduler, _make_abort_req(req, finished_reason=_reason(why).to_json()), req
+        )
+        self._scheduler._release_aborted_request(req)
+        return False
+
+    def check_waiting(self) -> None:
+        """End the requests without a token whose contract the weights in place would break.
+
+        A decode server checks at the entry, and the first token when it comes from the prefill
+        server (``handover.py``): what it makes itself comes after the first token.
+        """
+        if self._scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
+            self.check(self._requests.waiting())
+            if (chunked := self._scheduler.chunked_req) is not None:
+                self._end_chunked(chunked)
+
+    def check(self, reqs: Iterable[Req]) -> None:
+        """End those of the queued ``reqs`` that have no token and a broken contract."""
+        for req in list(reqs):
+            if _is_settled(req):
+                continue
+            if (why := self._why_broken(req)) is not None:
+                self._end_waiting(req, why)
+
+    def _why_broken(self, req: Req) -> str | None:
+        contract = contract_of(req)
+        if contract is None:
+            return None
+        why = contract.why_broken(self._versions.label)
+        return why or contract.why_broken_by_adapter(self._adapters.of(req))
+
+    def _end_waiting(self, req: Req, why: str) -> None:
+        self._metrics.broken_contracts.inc()
+        scheduler, reason = self._scheduler, _reason(why)
+        if (
+            scheduler.disaggregation_mode is DisaggregationMode.PREFILL
+            and req in scheduler.disagg_prefill_bootstrap_queue.queue
+        ):
+            # SGLang's abort would report a failed transfer. So its prefill's result is discarded.
+            req.discard_output_reason = reason
+            return
+        finished: Any = reason.to_json()
+        scheduler.abort_request(AbortReq(rid=req.rid, finished_reason=finished))
+
+    def _end_chunked(self, req: Req) -> None:
+        """End a request in the middle of its prompt, before its next chunk."""
+        if _is_settled(req):
+            return
+        if (why := self._why_broken(req)) is not None:
+            self._metrics.broken_contracts.inc()
+            req.discard_output_reason = _reason(why)
+            self._scheduler._pending_chunked_abort_req = req
+
+
+def contract_of(req: Req) -> Contract | None:
+    return read_contract(req.sampling_params.custom_params)
+
+
+def _is_settled(req: Req) -> bool:
+    """Return whether ``req`` has a token, or ends without one."""
+    # a decode server keeps the last token apart while the prefill server recomputes the KV
+    has_token = bool(req.output_ids) or req.pd_rebootstrap_forced_output_id is not None
+    return has_token or req.to_finish is not None or req.finished()
+
+
+def _reason(why: str) -> FINISH_ABORT:
+    return FINISH_ABORT(describe_broken(why), HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def describe_broken(why: str) -> str:
+    return f"The version contract does not hold: {why}."
