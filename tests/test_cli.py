@@ -133,6 +133,14 @@ def _terminal(url: str, *words: str) -> Iterator[Terminal]:
             process.kill()
 
 
+def test_pause_can_reject_new_requests(server: Server) -> None:
+    pause_id = _run(server, "pause", "--new-requests", "reject").stdout.strip()
+    assert "new requests are rejected" in " ".join(_run(server, "status").stdout.split())
+    assert _json(server, "status")["new_requests"] == "reject"
+    assert _run(server, "pause", "--new-requests", "both").exit_code == 1
+    assert _run(server, "continue", pause_id).exit_code == 0
+
+
 def test_watch_shows_a_pause(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     with _terminal(server.url, "status", "--watch", "--every", "0.1") as terminal:

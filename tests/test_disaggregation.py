@@ -262,3 +262,32 @@ def test_update_with_upstreams_fields_waits_for_requests(server: Server, checkpo
         assert set(labels_of(expect_whole(generation).meta["weight_versions"])) == {"v0"}
     (later,) = start(server, 1, tokens=10)
     assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v3"}
+
+
+def test_contract_is_about_the_first_token_from_the_prefill_server(
+    server: Server, checkpoints: Path
+) -> None:
+    """The fake transfer's first token counts as this server's own."""
+    (kept,) = start(server, 1, tokens=4, exact_weight_version="v0", version_timeout_s=0)
+    expect_whole(kept)
+    (unkept,) = start(server, 1, tokens=4, exact_weight_version="v1", version_timeout_s=0)
+    unkept.wait_for_end()
+    assert (unkept.status, unkept.count) == (503, 0)
+    (refused,) = start(server, 1, tokens=4, min_epoch=0)
+    refused.wait_for_end()
+    assert refused.status == 400
+    assert "count epochs" in (refused.refusal or "")
+    # it has its prompt's KV, but no token of its own
+    pause(server, "in_place")
+    (changed,) = start(server, 1, tokens=4, exact_weight_version="v0")
+    until_waiting(server, 1)
+    update(server, checkpoints, 1, kv_cache="fence")
+    resume(server)
+    output = changed.output()
+    assert output.meta["finish_reason"]["status_code"] == 503
+    assert "exact_weight_version is 'v0'" in output.meta["finish_reason"]["message"]
+    # the token from the prefill server, with its own version
+    assert labels_of(output.meta["weight_versions"]) == ["v1"]
+    until_empty(server)
+    (last,) = start(server, 1, tokens=4)
+    expect_whole(last)

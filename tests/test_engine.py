@@ -176,6 +176,17 @@ def test_upstreams_blocking_forms_keep_their_answers(answers: dict[str, Any]) ->
     assert answers["last"] == [marker.token(0)] * 3
 
 
+def test_contract_is_kept_or_raises(answers: dict[str, Any]) -> None:
+    kept, unkept, wrong, late, served = answers["contract"]
+    assert len(kept["output_ids"]) == 1
+    assert unkept.startswith("NotServed: min_epoch is 1000000, and version ")
+    assert wrong.startswith("Refused: bad version contract: ")
+    assert "min_epoch" in wrong
+    assert late.startswith("NotServed: epoch 1000000: not served after 0 s, ")
+    assert served["epoch"] >= 1
+    assert answers["rejected"].startswith("Rejected: ")
+
+
 def test_named_session_refuses_other_callers(answers: dict[str, Any]) -> None:
     session = answers["named session"]
     assert session["renewed"]["session_id"] == session["begun"]["session_id"]

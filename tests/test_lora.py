@@ -879,3 +879,40 @@ def test_trl_rollouts_use_the_adapter_they_name(server: Server, folders: list[Pa
             assert tokens == [lora.token(asked)] * 3
     ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "trl-policy-v0"})
     assert server.post(COMPLETIONS, trl.rollout("trl-policy-v0", prompt()))["status_code"] == 404
+
+
+@on("overlap", "workers")
+def test_adapter_contract_waits_for_its_version(server: Server, folders: list[Path]) -> None:
+    policy = Policy(server, folders)
+    policy.load(0)
+
+    def ask_for(stream: bool = True, **contract: Any) -> Generation:
+        return Generation(server, tokens=3, stream=stream, lora_path=policy.name, **contract)
+
+    refused = ask_for(exact_adapter_version="step 1", version_timeout_s=0)
+    refused.wait_for_end()
+    assert (refused.status, refused.count) == (503, 0)
+    assert "step 0" in (refused.refusal or "")
+    held = ask_for(exact_adapter_version="step 1")
+    policy.load(1, replace=True)
+    policy.expect(held.output(), 1)
+    body = {"lora_name": policy.name, "lora_path": str(folders[2]), "replace": True}
+    numbered = ask_for(min_adapter_version=7)
+    ask(server, "POST", "/load_lora_adapter", {**body, "adapter_version": "07"})
+    assert numbered.output().meta["adapter_versions"][0]["version"] == "07"
+
+
+@on("overlap", "workers")
+def test_move_gives_no_token_of_another_adapter_version(server: Server) -> None:
+    policy = Policy(server, None)
+    policy.load(0)
+    (running,) = policy.start(1, exact_adapter_version="step 0")
+    pause(server, "in_place")
+    contract = {"exact_adapter_version": "step 0"}
+    (bound,) = start(server, 1, tokens=3, lora_path=policy.name, **contract)
+    until("it waits", lambda: status(server)["waiting"] == 1)
+    assert policy.load(1, replace=True, running="move")["moved"] >= 1
+    resume(server)
+    output = bound.output()
+    assert (output.tokens, output.meta["finish_reason"]["status_code"]) == ([], 503)
+    policy.expect_all([running], 0, 1)

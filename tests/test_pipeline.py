@@ -315,3 +315,29 @@ def test_unsupported_pipeline_keeps_sglangs_own_pause(folder: Path, tmp_path: Pa
         assert versions_of(expect_whole(held)) == ["v1"]
         assert ask(server, "GET", "/is_paused") == {"is_paused": False}
         assert status(server)["paused"] is False
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_both_stages_end_requests_whose_contract_a_commit_breaks(
+    pipeline: Server, folder: Path, kv: str
+) -> None:
+    """One waits, one is in the middle of its prompt."""
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 4, tokens=ENDLESS)
+    pause(pipeline, "in_place")
+    contract = {"exact_weight_version": "v0"}
+    bound = start(pipeline, 1, tokens=4, input_ids=prompt(8 * CHUNK), **contract)
+    until_waiting(pipeline, 1)
+    resume(pipeline)
+    pause(pipeline, "in_place")
+    bound += start(pipeline, 2, tokens=4, **contract)
+    (free,) = start(pipeline, 1, tokens=4)
+    until_waiting(pipeline, 3)
+    update(pipeline, folder, 1, kv_cache=kv)
+    resume(pipeline)
+    for generation in bound:
+        output = generation.output()
+        assert (output.tokens, output.meta["finish_reason"]["status_code"]) == ([], 503)
+    expect_exact(expect_whole(free))
+    for output in expect_all_go_on(generations):
+        expect_exact(output)

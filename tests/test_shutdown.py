@@ -122,3 +122,18 @@ def test_sigterm_answers_requests_held_by_an_abandoned_session(
         send_sigterm(own_server)
         assert held.answer()["status_code"] == 503
         expect_exit(own_server)
+
+
+def test_sigterm_ends_waits_for_a_version(own_server: Server) -> None:
+    (running,) = start_running(own_server, 1, tokens=ENDLESS)
+    held = Generation(own_server, tokens=2, exact_weight_version="v1")
+    wait = Call.of(lambda: own_server.get("/inflight/wait?epoch=1"))
+    # the server answers a later request, so it has taken these in
+    assert Generation(own_server, tokens=2, stream=False).output().tokens
+    send_sigterm(own_server)
+    held.wait_for_end()
+    assert (held.status, held.count) == (503, 0)
+    assert "SIGTERM" in (held.refusal or "")
+    assert wait.answer()["status_code"] == 503
+    running.abort()
+    expect_exit(own_server)

@@ -105,14 +105,17 @@ def expect_our_calls_refused(server: Server, checkpoints: Path, why: str) -> Non
         ),
         ("/pause_generation", {"mode": "in_place", "lease_s": 5}),
         ("/inflight/rollback", {}),
+        ("/generate", {"input_ids": [5, 6], "exact_weight_version": "v0"}),
+        ("/v1/completions", {"prompt": "t300", "model": "default", "min_epoch": 0}),
     ]
     for path, body in calls:
         refused = server.post(path, body)
         assert (refused["status_code"], why in refused["message"]) == (501, True), refused
-    lagging = {"custom_params": {"max_version_lag": 1}}
-    generation = Generation(server, tokens=3, sampling=lagging, stream=False)
-    generation.wait_for_end()
-    assert (generation.status, why in str(generation.refusal)) == (400, True)
+    for custom in ({"max_version_lag": 1}, {"min_epoch": 0}):
+        sampling = {"custom_params": custom}
+        generation = Generation(server, tokens=3, sampling=sampling, stream=False)
+        generation.wait_for_end()
+        assert (generation.status, why in str(generation.refusal)) == (400, True)
 
 
 def expect_sglangs_calls_work(server: Server, checkpoints: Path) -> None:

@@ -500,3 +500,44 @@ def test_granian_workers_pause_and_update(
     for generation in running:
         expect_whole(generation)
     expect_version_everywhere(via_granian_workers, "v1")
+
+
+def test_contract_and_rejection_hold_on_both_workers(
+    via_workers: list[Server], checkpoints: Path
+) -> None:
+    """The owner tells each worker what is served, before it answers."""
+    one, other = via_workers
+    epoch = status(one)["epoch"]
+    held = [Generation(server, tokens=2, min_epoch=epoch + 1) for server in via_workers]
+    update(one, checkpoints, 1, non_blocking=True)
+    for generation in held:
+        assert generation.output().tokens == [marker.token(1)] * 2
+    for server in via_workers:
+        wait = f"/inflight/wait?epoch={epoch + 1}&weight_version=v1&timeout_s=0"
+        assert server.get(wait)["epoch"] == epoch + 1
+        at_once = Generation(
+            server, tokens=2, stream=False, exact_weight_version="v1", version_timeout_s=0
+        )
+        assert at_once.output().tokens == [marker.token(1)] * 2
+    pause(one, "in_place", new_requests="reject")
+    for server in via_workers:
+        refused = Generation(server, tokens=2)
+        refused.wait_for_end()
+        assert (refused.status, refused.count) == (503, 0)
+    # a lease ends without a call
+    pause(other, "in_place", new_id="leased", lease_s=0.3)
+    resume(other)
+    for server in via_workers:
+        assert Generation(server, tokens=2).output().tokens == [marker.token(1)] * 2
+
+
+def test_abort_ends_a_wait_on_the_other_worker(via_workers: list[Server]) -> None:
+    one, other = via_workers
+    held = Generation(other, tokens=2, rid="held", exact_weight_version="v1")
+
+    def has_ended() -> bool:
+        one.post("/abort_request", {"rid": "held"})
+        return held.has_ended
+
+    until("the abort arrives", has_ended)
+    assert "aborted while it waited" in (held.refusal or "")
