@@ -5,7 +5,8 @@ Expected are the values that a server of the token's version alone returns for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,30 @@ def recompute(server: Server, versions: Path, version: int) -> None:
     resume(server)
 
 
-def expect_single_versions(
-    content: dict[str, Any], prompt: list[int], versions: Path, logs: Path
-) -> None:
+# serves one version, by its name, and no other request
+Alone = Callable[[str], AbstractContextManager[Server]]
+
+
+@pytest.fixture
+def started_alone(versions: Path, tmp_path: Path) -> Alone:
+    """A server that was started with the version."""
+    return lambda name: single_version(versions / name, tmp_path / f"{name}.log")
+
+
+@pytest.fixture(scope="module")
+def alone(versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    """A server that is updated to each version while it has no request."""
+    with single_version(versions / "v0", tmp_path_factory.mktemp("alone") / "log") as server:
+
+        @contextmanager
+        def at(name: str) -> Iterator[Server]:
+            update(server, versions, int(name.removeprefix("v")))
+            yield server
+
+        yield at
+
+
+def expect_single_versions(content: dict[str, Any], prompt: list[int], alone: Alone) -> None:
     """Compare each token with a server of the token's version."""
     tokens, meta = content["output_ids"], content["meta_info"]
     found = tokens_of(content, len(prompt))
@@ -98,17 +120,30 @@ def expect_single_versions(
     assert meta["records"] == "sampled"
     for version in dict.fromkeys(made_by):
         own = [index for index, label in enumerate(made_by) if label == version]
-        with single_version(versions / version, logs / f"{version}.log") as alone:
-            for index, expected in zip(own, ask_for(alone, prompt, tokens, own), strict=True):
+        with alone(version) as server:
+            for index, expected in zip(own, ask_for(server, prompt, tokens, own), strict=True):
                 expect_same(found[index], expected, f"token {index} by {version}")
             if own[0] == 0:
-                expected_routes = ask_for_routes(alone, prompt)
+                expected_routes = ask_for_routes(server, prompt)
                 assert routes_of(meta)[: len(prompt)].tolist() == expected_routes
 
 
-@pytest.mark.parametrize(("flavour", "commits"), [*((each, COMMITS) for each in BOTH), (RANKS, 2)])
+@pytest.mark.parametrize("flavour", BOTH[:1])
+def test_records_are_those_of_servers_of_one_version(
+    server: Server, flavour: str, versions: Path, started_alone: Alone
+) -> None:
+    expect_records_across(server, flavour, COMMITS, versions, started_alone)
+
+
+@pytest.mark.parametrize(("flavour", "commits"), [(BOTH[1], COMMITS), (RANKS, 2)])
 def test_records_are_those_of_each_tokens_own_version(
-    server: Server, flavour: str, commits: int, versions: Path, tmp_path: Path
+    server: Server, flavour: str, commits: int, versions: Path, alone: Alone
+) -> None:
+    expect_records_across(server, flavour, commits, versions, alone)
+
+
+def expect_records_across(
+    server: Server, flavour: str, commits: int, versions: Path, alone: Alone
 ) -> None:
     asked = begin(server, flavour)
     for version in range(1, commits + 1):
@@ -119,13 +154,13 @@ def test_records_are_those_of_each_tokens_own_version(
     content = asked.whole()
     assert content["meta_info"]["num_retractions"] == commits
     assert len(set(labels_of(content["meta_info"]["weight_versions"]))) == commits + 1
-    expect_single_versions(content, asked.prompt, versions, tmp_path)
+    expect_single_versions(content, asked.prompt, alone)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("flavour", BOTH)
 def test_request_aborted_in_the_queue_has_the_records_of_all_its_tokens(
-    server: Server, flavour: str, versions: Path, tmp_path: Path, stream: bool
+    server: Server, flavour: str, alone: Alone, stream: bool
 ) -> None:
     asked = begin(server, flavour, stream=stream)
     guide = begin(server, flavour)
@@ -138,28 +173,26 @@ def test_request_aborted_in_the_queue_has_the_records_of_all_its_tokens(
     content = asked.whole()
     assert content["meta_info"]["finish_reason"]["type"] == "abort"
     assert content["meta_info"]["num_retractions"] > 0
-    expect_single_versions(content, asked.prompt, versions, tmp_path)
+    expect_single_versions(content, asked.prompt, alone)
     resume(server)
     guide.wait_for_tokens(guide.count + 4)
     guide.abort()
-    expect_single_versions(guide.whole(), guide.prompt, versions, tmp_path)
+    expect_single_versions(guide.whole(), guide.prompt, alone)
 
 
 @pytest.mark.parametrize("flavour", [SHORT_OF_MEMORY])
-def test_records_survive_a_lack_of_memory(
-    server: Server, flavour: str, versions: Path, tmp_path: Path
-) -> None:
+def test_records_survive_a_lack_of_memory(server: Server, flavour: str, alone: Alone) -> None:
     all_asked = [begin(server, flavour, tokens=20, stream=False) for _ in range(4)]
     contents = [asked.whole() for asked in all_asked]
     assert any(content["meta_info"]["num_retractions"] for content in contents)
     for asked, content in zip(all_asked, contents, strict=True):
-        expect_single_versions(content, asked.prompt, versions, tmp_path)
+        expect_single_versions(content, asked.prompt, alone)
 
 
 @pytest.mark.parametrize("end", ["running", "queued"])
 @pytest.mark.parametrize("flavour", BOTH)
 def test_recomputed_records_describe_the_kv_in_use(
-    server: Server, flavour: str, versions: Path, tmp_path: Path, end: str
+    server: Server, flavour: str, versions: Path, alone: Alone, end: str
 ) -> None:
     asked = begin(server, flavour, sampling_params={"custom_params": {"records": "recomputed"}})
     for version in 1, 2:
@@ -174,8 +207,8 @@ def test_recomputed_records_describe_the_kv_in_use(
     assert meta["records"] == "recomputed"
     # each token's own quantities stay those of its forward
     tokens_of(content, PROMPT_TOKENS)
-    with single_version(versions / "v2", tmp_path / "alone.log") as alone:
-        assert routes_of(meta).tolist() == ask_for_routes(alone, asked.prompt + tokens[:-1])
+    with alone("v2") as updated:
+        assert routes_of(meta).tolist() == ask_for_routes(updated, asked.prompt + tokens[:-1])
 
 
 @pytest.mark.parametrize("flavour", BOTH[:1])

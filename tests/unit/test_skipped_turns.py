@@ -36,7 +36,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
     prefilled request in no batch visible to SGLang.
     """
     monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(pp_size=2))
-    inflight = SimpleNamespace(hold=SimpleNamespace(keeps_back_requests=True))
+    inflight = SimpleNamespace(hold=SimpleNamespace(keeps_back_requests=True), parked_batches=[])
     last_mbs = [SimpleNamespace(reqs=[Req(finished=True), Req()]), None]
     return SimpleNamespace(inflight=inflight, last_mbs=last_mbs)
 
