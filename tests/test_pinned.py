@@ -233,6 +233,15 @@ def test_two_versions_survive_many_commits(any_server: Server, checkpoints: Path
     expect_all_go_on(free)
 
 
+def test_pin_at_the_top_level_of_a_body(any_server: Server, checkpoints: Path) -> None:
+    update(any_server, checkpoints, 1, **LIVE)
+    (generation,) = start(any_server, 1, tokens=4, weight_version="v0")
+    expect_only(expect_whole(generation), 0)
+    (unknown,) = start(any_server, 1, tokens=4, stream=False, weight_version="v7")
+    unknown.wait_for_end()
+    assert unknown.status == 409, unknown.refusal
+
+
 def test_samples_of_one_prompt_share_the_pin(any_server: Server, checkpoints: Path) -> None:
     update(any_server, checkpoints, 1, **LIVE)
     beside = start_running(any_server, 1, tokens=ENDLESS)

@@ -122,6 +122,7 @@ def test_vllm_routes_work_on_both_workers(via_workers: list[Server]) -> None:
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}
     for server in via_workers:
         assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
+        assert len(server.post("/skyrl/v1/generate", body)["choices"][0]["token_ids"]) == 2
 
 
 def test_abort_reaches_a_request_of_the_other_worker(via_workers: list[Server]) -> None:

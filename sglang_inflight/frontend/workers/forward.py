@@ -50,6 +50,7 @@ HERE = frozenset(
     (
         "/generate",
         "/inference/v1/generate",
+        "/skyrl/v1/generate",
         "/inflight/wait",
         "/detokenize",
         "/abort_requests",

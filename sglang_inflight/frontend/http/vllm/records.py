@@ -13,7 +13,7 @@ import numpy as np
 import pybase64
 
 from sglang_inflight.frontend.request_checks import why_no_rows
-from sglang_inflight.messages import ADAPTER_VERSIONS, KV_VERSIONS
+from sglang_inflight.messages import ADAPTER_VERSIONS, KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_exec
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -47,9 +47,10 @@ def wants_experts(said: bool | None) -> bool:
 
 
 def spans_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return all spans of versions in ``meta``, under their names there."""
+    """Return what ``meta`` says of its tokens' versions and records, under the names there."""
     spans = {WEIGHT_VERSIONS: meta.get(WEIGHT_VERSIONS)}
-    return spans | {name: meta[name] for name in (KV_VERSIONS, ADAPTER_VERSIONS) if name in meta}
+    others = (KV_VERSIONS, ADAPTER_VERSIONS, RECORDS)
+    return spans | {name: meta[name] for name in others if name in meta}
 
 
 class Experts:
