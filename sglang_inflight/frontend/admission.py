@@ -1,4 +1,4 @@
-"""Which new requests the front end lets through to the schedulers, and when.
+"""Let new requests through to the schedulers, or hold them at the front end.
 
 A request with a version contract waits here until every rank serves what it asks for, at most for
 its ``version_timeout_s``. A commit may come between this door and the request's first forward, so

@@ -1,4 +1,4 @@
-"""What the ranks serve, as this process knows it, and waits for it to change."""
+"""Versions that the ranks serve, as this process knows them, and waits for a change."""
 
 from __future__ import annotations
 

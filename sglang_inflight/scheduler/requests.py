@@ -253,7 +253,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Captured:
-    """What ``CapturedRows`` keeps of one kind of rows of one request."""
+    """Rows of one kind that ``CapturedRows`` keeps for one request."""
 
     # rows from the first position of the answer on, read at the last retraction
     kept: torch.Tensor | None = None

@@ -80,7 +80,7 @@ class PauseStatus(Answer, frozen=True, kw_only=True):
 
 
 class Served(Answer, frozen=True, kw_only=True):
-    """What the server serves."""
+    """The served version."""
 
     weight_version: str
     epoch: int

@@ -1,4 +1,4 @@
-"""Which rows a request keeps through retractions, read by SGLang's own capturer."""
+"""Rows that a request keeps through retractions, read by SGLang's own capturer."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _ASCII = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
 class AnswerVersions:
-    """What the front end notes about one HTTP request, for its answer's headers."""
+    """Notes of the front end about one HTTP request, for its answer's headers."""
 
     def __init__(self) -> None:
         # a door has let the request through

@@ -237,7 +237,7 @@ class HeldPauses:
 
     @property
     def new_requests(self) -> NewRequests:
-        """What becomes of new requests: one rejecting holder is enough."""
+        """Treatment of new requests: one holder that rejects them is enough."""
         rejects = any(holder.new_requests == "reject" for holder in self.holders)
         return "reject" if rejects else "queue"
 

@@ -50,7 +50,7 @@ Choose = Callable[["ScheduleBatch", "ScheduleBatch | None"], "NextBatchPlan"]
 
 
 class Turns:
-    """Whose turn it is on one scheduler. No cost while no request is pinned."""
+    """Turns of two versions on one scheduler. Nothing changes while no request is pinned."""
 
     def __init__(
         self, scheduler: Scheduler, boundary: Boundary, live: LiveWeights, pins: Pins, *, every: int

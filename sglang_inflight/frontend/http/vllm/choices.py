@@ -18,7 +18,7 @@ Logprob = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True)
 class Choices:
-    """What the choices of one request have, besides tokens and spans."""
+    """Contents of one request's choices, besides tokens and spans."""
 
     # number of likeliest tokens by position, of which the sampled one is the first; None: no
     # logprobs at all
