@@ -92,6 +92,11 @@ class Step:
         self.save()
 
     @property
+    def logs(self) -> Path:
+        """The folder for the logs of what the step starts, beside its file; it may not exist."""
+        return self._out.with_suffix(".logs")
+
+    @property
     def failed(self) -> bool:
         """Whether some part has failed."""
         return any(part["state"] == "failed" for part in self._parts.values())

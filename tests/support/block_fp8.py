@@ -39,9 +39,9 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``weight`` in FP8, and a float32 scale for each block of ``BLOCK`` x ``BLOCK``."""
-    blocks = weight.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+def in_blocks(weight: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``weight`` in FP8, and a float32 scale for each ``block`` x ``block`` elements."""
+    blocks = weight.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
     scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-6) / _LARGEST
     quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return quantized.reshape(weight.shape), scale
