@@ -10,7 +10,7 @@ OTHER = $(CURDIR)/.sglang-$(VERSION)
 PAIRS := $(VENV)/.pairs
 PORT := .venv-port/.ready
 
-.PHONY: demo test test-pairs matrix families test-upstream test-version port lint doctor
+.PHONY: demo test test-pairs matrix families test-upstream test-version port lint doctor gpu
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
@@ -49,6 +49,10 @@ test-version: $(READY)
 	test -d $(OTHER) || $(BIN)/pip install --quiet --no-deps --target $(OTHER) sglang==$(VERSION)
 	PYTHONPATH=$(OTHER) $(BIN)/python -m examples.stories
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(TESTS)
+
+# The kit that shows in ten minutes on a GPU what holds there; without one its CUDA parts are "not run".
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu.run --publish
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,224 @@
+"""Runs every step of the kit in turn: ``python -m benchmarks.gpu.run``.
+
+A step has a session of its own and a limit: its module's ``LIMIT_S``, or what is left of the whole
+limit, ten minutes on a card. A step that takes longer is killed with every process it has started,
+and its file says what it knew by then. The folder then holds one JSON file and one log for each
+step, ``machine.json``, and ``page.md``, the page that ``benchmarks.gpu.report`` makes of them.
+
+The exit status is 1 if a part failed. A part that cannot run on this machine is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+
+ROOT = Path(__file__).parents[2]
+STEPS = Path(__file__).with_name("steps")
+RESULTS = Path(__file__).with_name("results")
+MACHINE = "machine.json"
+PAGE = "page.md"
+# the cheap and fundamental ones first, because a run may be cut short; others come last
+ORDER = (
+    "bandwidth", "exchange", "host_pinned", "torn", "server", "stalls", "memory", "ipc",
+    "finished", "remap",
+)  # fmt: skip
+WHOLE_LIMIT_S = 600.0
+LIMIT_S = 60.0
+# a few busy cores start a server much more slowly
+WITHOUT_A_CARD = 4
+# the commit of a copy without git
+COMMIT = "GPU_KIT_COMMIT"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps, write the page, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.run", description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the results (default: a new one)")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, and without a card")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run these steps alone")
+    parser.add_argument(
+        "--limit", type=float, default=WHOLE_LIMIT_S, help="seconds of a run on a card"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="put the page of a card into RESULTS.md and README"
+    )
+    options = parser.parse_args(arguments)
+    known = steps(STEPS)
+    if unknown := set(options.only or ()) - set(known):
+        parser.error(f"no step is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    folder = (options.out or RESULTS / datetime.now(UTC).strftime("%Y-%m-%dT%H.%M.%S")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = describe_machine()
+    # without a card, sizes of one would take hours
+    machine["small"] = small = options.small or machine["card"] is None
+    (folder / MACHINE).write_text(json.dumps(machine, indent=1) + "\n")
+    print(f"{machine['card'] or 'no card'}; results go to {folder}", flush=True)
+    slowly = 1 if machine["card"] else WITHOUT_A_CARD
+    deadline = time.monotonic() + slowly * options.limit
+    failed = False
+    for name in options.only or known:
+        command = [sys.executable, "-m", f"benchmarks.gpu.steps.{name}"]
+        limit = min(slowly * limit_of(STEPS / f"{name}.py"), deadline - time.monotonic())
+        result = run_step(name, command, folder, limit_s=limit, small=small)
+        failed |= has_failed(result)
+        # what is known so far is readable while the next step runs
+        (folder / PAGE).write_text(report.page(folder))
+    if options.publish and machine["card"] is not None:
+        report.publish(folder)
+    print(f"the page is {folder / PAGE}")
+    return int(failed)
+
+
+def steps(folder: Path) -> list[str]:
+    """Return the names of the steps in ``folder``, in the order in which they run."""
+    found = {file.stem for file in folder.glob("[!_]*.py")}
+    return [name for name in ORDER if name in found] + sorted(found - set(ORDER))
+
+
+def limit_of(module: Path) -> float:
+    """Return the seconds that a step may take; its imports are too slow to ask the module."""
+    found = re.search(r"^LIMIT_S = (\d+)", module.read_text(), re.MULTILINE)
+    return float(found[1]) if found else LIMIT_S
+
+
+def run_step(
+    name: str, command: Sequence[str], folder: Path, *, limit_s: float, small: bool
+) -> dict[str, Any]:
+    """Run a step's command, print a line about it, and return the content of its file.
+
+    A step that takes longer than ``limit_s`` seconds is killed with all its processes.
+    """
+    out = folder / f"{name}.json"
+    # a file of an earlier run in this folder would look like this one's
+    out.unlink(missing_ok=True)
+    begin = time.monotonic()
+    cut, code = None, None
+    if limit_s < 1:
+        cut = "The whole limit was over before this step."
+    else:
+        arguments = [*command, "--out", str(out), *(["--small"] if small else [])]
+        with (folder / f"{name}.log").open("wb") as log:
+            step = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+            try:
+                code = step.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                cut = f"The step was cut after {limit_s:.0f} s."
+            finally:
+                _kill_session(step.pid)
+                step.wait()
+    result = _read(name, out, code=code, cut=cut)
+    result["seconds"] = round(time.monotonic() - begin, 1)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    states = Counter(part["state"] for part in result["parts"].values())
+    said = ", ".join(f"{states[state]} {state}" for state in ("ran", "failed", "not run"))
+    print(f"{name:12} {said}; {result['seconds']:.0f} s. {cut or ''}".rstrip(), flush=True)
+    return result
+
+
+def has_failed(result: dict[str, Any]) -> bool:
+    """Return whether a part of a step's file has failed."""
+    return any(part["state"] == "failed" for part in result["parts"].values())
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the card, its driver, and the versions, for ``machine.json``."""
+    import torch
+
+    has_card = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "card": torch.cuda.get_device_name() if has_card else None,
+        "driver": _driver() if has_card else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "sglang": _version("sglang"),
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+    }
+
+
+def _read(name: str, out: Path, *, code: int | None, cut: str | None) -> dict[str, Any]:
+    if out.exists():
+        result: dict[str, Any] = json.loads(out.read_text())
+        if code not in (0, None) and not has_failed(result):
+            # an error outside of every part
+            result["parts"]["the step itself"] = _failed(f"It ended with the status {code}.")
+    else:
+        result = {"step": name, "title": name, "parts": {}}
+        why = cut or f"It ended with the status {code}, and wrote no file."
+        result["parts"]["the step itself"] = (
+            {**_failed(why), "state": "not run"} if code is None else _failed(why)
+        )
+    result["cut"] = cut
+    return result
+
+
+def _failed(why: str) -> dict[str, Any]:
+    return {"state": "failed", "why": why, "values": {}, "seconds": 0.0}
+
+
+def _kill_session(session: int) -> None:
+    """Kill every process of the session: servers have process groups of their own."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # the name before it is in parentheses, and may hold spaces
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def _commit() -> str:
+    if known := os.environ.get(COMMIT):
+        return known
+    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"
+
+
+def _driver() -> str:
+    query = ("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return _output("nvidia-smi", *query) or "unknown"
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    # whoever ends the run ends the step, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())
