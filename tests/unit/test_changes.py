@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -346,33 +343,3 @@ def test_intervals_are_a_set_of_positions(ranges: list[tuple[int, int]]) -> None
 
 def test_marks_are_known_for_the_floats_of_this_test() -> None:
     assert [can_mark(torch.zeros(1, dtype=dtype)) for dtype in DTYPES] == [True, True, False, False]
-
-
-KERNEL = """
-import torch
-from sglang_inflight.scheduler.update.changes.encoding import bits_of, find_changes
-from sglang_inflight.scheduler.update.changes.exchange_kernel import Launch
-
-torch.manual_seed(0)
-sparse = torch.randn(200_000).bfloat16()
-dense = torch.randn(100_000)
-new_sparse, new_dense = sparse.clone(), dense + 1
-new_sparse[torch.randperm(200_000)[:3000]] += 1
-before = sparse.clone(), dense.clone()
-parts = [
-    (bits_of(live), find_changes(0, bits_of(live), bits_of(new)))
-    for live, new in ((sparse, new_sparse), (dense, new_dense))
-]
-assert parts[0][1].offsets is not None and parts[1][1].offsets is None
-launch = Launch(parts)
-launch(parts)
-assert torch.equal(sparse, new_sparse) and torch.equal(dense, new_dense)
-launch(parts)
-assert torch.equal(sparse, before[0]) and torch.equal(dense, before[1])
-"""
-
-
-def test_device_kernel_exchanges_like_the_reference() -> None:
-    """In Triton's interpreter, which needs a process of its own."""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", KERNEL], env=env, check=True, timeout=300)
