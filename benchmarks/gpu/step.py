@@ -108,6 +108,19 @@ class Step:
         beside.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(beside, self._out)
 
+    def found(self, step: str, part: str) -> Values:
+        """Return the values of another step's part, whose file is beside this one's.
+
+        They are empty if that part has not run to its end.
+        """
+        file = self._out.with_name(f"{step}.json")
+        parts = json.loads(file.read_text())["parts"] if file.exists() else {}
+        record = parts.get(part)
+        if record is None or record["state"] != "ran":
+            return {}
+        values: Values = record["values"]
+        return values
+
 
 def need_cuda() -> None:
     """Raise ``NotRun`` where torch sees no CUDA device."""

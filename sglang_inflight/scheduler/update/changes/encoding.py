@@ -62,6 +62,12 @@ class Part:
         """Return whether its range and that from ``start`` to ``end`` have an element in common."""
         return self.start < end and self.start + self.length > start
 
+    def move_to_host(self) -> None:
+        """Move the part into pinned memory of the host, which a device's kernel reads in place."""
+        self.values = self.values.cpu().pin_memory()
+        if self.offsets is not None:
+            self.offsets = self.offsets.cpu().pin_memory()
+
     def positions(self) -> torch.Tensor:
         """Return the int64 position of each value, counted from ``start``."""
         if self.offsets is None:

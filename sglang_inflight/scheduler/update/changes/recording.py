@@ -325,10 +325,7 @@ class Recording:
                 f"(SGLANG_INFLIGHT_CHANGES_BYTES) and {self._budget.host >> 20} MiB of the host's "
                 "memory hold: send it in several updates, or use SGLANG_INFLIGHT_STAGING=off"
             )
-        # a kernel reads pinned memory where it is
-        part.values = part.values.cpu().pin_memory()
-        if part.offsets is not None:
-            part.offsets = part.offsets.cpu().pin_memory()
+        part.move_to_host()
 
     def _count(self, part: Part, sign: int) -> None:
         if part.values.device.type == "cpu" and self._budget.host:
