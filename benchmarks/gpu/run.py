@@ -219,6 +219,6 @@ def _version(package: str) -> str | None:
 
 
 if __name__ == "__main__":
-    # whoever ends the run ends the step, too
+    # SIGTERM ends the running step, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
