@@ -226,7 +226,7 @@ def generate_request(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[Any, None]:
-    return pass_gate(tm.inflight, generate(tm, obj, request), obj, request)
+    return pass_gate(tm.inflight, note_results(generate, tm, obj, request), obj, request)
 
 
 def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
@@ -336,7 +336,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_records, HookType.BEFORE),
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
     (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),
-    (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(note_results)),
     (f"{_OPENAI_SERVING}._parse_model_parameter", *wrap_if_active(parse_model_parameter)),
     (
         "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs",
