@@ -41,7 +41,8 @@ def page(folder: Path) -> str:
     lines = [
         "## gpu",
         f"{_about(machine)}",
-        "A time's share is its limit over it, and another number's share is that of its limit.",
+        "The share of a time is its limit divided by it. The share of any other number is the "
+        "number divided by its limit.",
     ]
     if machine["small"]:
         lines += ["", "All sizes are small: the numbers show that the steps run, and nothing else."]
