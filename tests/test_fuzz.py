@@ -379,7 +379,9 @@ def send_raw(server: Server, content: bytes) -> bytes:
     # the server may close the connection before it has read everything
     with connection as sender, suppress(ConnectionError):
         sender.sendall(content)
-        sender.shutdown(socket.SHUT_WR)
+        # ENOTCONN, when the server was faster, is no ConnectionError
+        with suppress(OSError):
+            sender.shutdown(socket.SHUT_WR)
         return sender.recv(1 << 12)
     return b""
 
