@@ -38,7 +38,7 @@ CUT = "The step ended while this part ran."
 UNREACHED = "The step ended before this part."
 
 Values = dict[str, Any]
-"""What a part found: numbers, whose keys end with their unit, and short strings.
+"""Findings of a part: numbers, whose keys end with their unit, and short strings.
 
 ``NAME_limit`` is the limit of ``NAME``: the page shows both, and the share. ``NAME_p95`` and
 ``NAME_n`` belong to ``NAME``, a median.
