@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
@@ -28,9 +28,6 @@ from sglang_inflight.vocabulary.answers import Served
 from sglang_inflight.vocabulary.bodies import WaitBody
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS, Contract, read_contract
 from sglang_inflight.vocabulary.errors import Dropped, NotServed, Refused, Rejected
-
-if TYPE_CHECKING:
-    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class Demand(NamedTuple):
@@ -48,11 +45,10 @@ class _Wait:
 
 
 class Admission:
-    """The gate of one ``TokenizerManager``. Lives on its event loop."""
+    """The gate of one front end. Lives on its event loop."""
 
     def __init__(
         self,
-        tokenizer_manager: TokenizerManager,
         versions: ServedVersions,
         pauses: Pauses,
         adapters: Adapters,
@@ -61,7 +57,6 @@ class Admission:
         timeout_s: float,
     ) -> None:
         """``timeout_s`` is the longest wait of a contract that names none."""
-        self._tokenizer_manager = tokenizer_manager
         self._versions = versions
         self._pauses = pauses
         self._adapters = adapters
@@ -124,10 +119,7 @@ class Admission:
         contract = Contract(min_epoch=body.epoch, exact_weight_version=body.weight_version)
         seconds = self._timeout_s if body.timeout_s is None else body.timeout_s
 
-        def why_not() -> str | None:
-            return next(filter(None, map(contract.why_broken, self._versions.labels)), None)
-
-        waiting = self._versions.until(why_not, seconds)
+        waiting = self._versions.until(lambda: self._why_not_served(contract), seconds)
         if await self._lifetime.unless_shut_down(waiting) is not None:
             asked = [
                 f"{name} {value!r}"
@@ -155,6 +147,10 @@ class Admission:
     def _why_not(self, demands: Iterable[Demand]) -> str | None:
         return next(filter(None, map(self._why_broken, demands)), None)
 
+    def _why_not_served(self, contract: Contract) -> str | None:
+        """Return why a rank's weights break the contract, or None if no rank's do."""
+        return next(filter(None, map(contract.why_broken, self._versions.labels)), None)
+
     def _why_broken(self, demand: Demand) -> str | None:
         contract, adapter = demand
         if contract.min_epoch is not None and self._is_half:
@@ -166,9 +162,8 @@ class Admission:
             raise Refused(
                 "min_adapter_version and exact_adapter_version need a request with an adapter"
             )
-        for label in self._versions.labels:
-            if (why := contract.why_broken(label)) is not None:
-                return why
+        if (why := self._why_not_served(contract)) is not None:
+            return why
         if adapter is None or not contract.is_about_adapter:
             return None
         served = self._adapters.served(adapter)

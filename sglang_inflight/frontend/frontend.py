@@ -76,7 +76,6 @@ class Frontend:
         version = tokenizer_manager.config_value("weight_version")
         self.versions = ServedVersions(self.ranks.all, version)
         self.admission = Admission(
-            tokenizer_manager,
             self.versions,
             self.pauses,
             self.adapters,

@@ -32,7 +32,7 @@ from sglang_inflight.sglang_types import (
     get_schedule,
     get_spec,
 )
-from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, read_contract
+from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, custom_param, read_contract
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
 
     Raise also if this server runs without us: no scheduler would enforce the limit.
     """
-    custom = params.custom_params
-    most = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
-    if most is not None and (why := why_inactive()) is not None:
-        raise ValueError(f"custom_params.{MAX_VERSION_LAG}: {why}")
+    most = _read_if_active(params, MAX_VERSION_LAG)
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise ValueError(
             f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
@@ -75,13 +72,18 @@ def check_records(params: SamplingParams, *args: Any) -> None:
 
     Raise also if this server runs without us: the records would always be SGLang's.
     """
-    custom = params.custom_params
-    asked = custom.get(RECORDS) if isinstance(custom, dict) else None
-    if asked is not None and (why := why_inactive()) is not None:
-        raise ValueError(f"custom_params.{RECORDS}: {why}")
+    asked = _read_if_active(params, RECORDS)
     if asked is not None and asked not in get_args(Records):
         allowed = " or ".join(f'"{each}"' for each in get_args(Records))
         raise ValueError(f"custom_params.{RECORDS} must be {allowed}; got {asked!r}")
+
+
+def _read_if_active(params: SamplingParams, name: str) -> Any:
+    """Return a field of ``custom_params``. Raise ``ValueError`` if no scheduler would heed it."""
+    value = custom_param(params, name)
+    if value is not None and (why := why_inactive()) is not None:
+        raise ValueError(f"custom_params.{name}: {why}")
+    return value
 
 
 # outputs of one prompt; the front end allocates some KB for each at once
@@ -273,8 +275,7 @@ def _require_captured_rows(tokenized: Any) -> None:
                 raise ValueError(
                     f"{name}: SGLang lets drafts write over it with --disable-overlap-schedule"
                 )
-            custom: Any = tokenized.sampling_params.custom_params
-            records = custom.get(RECORDS) if isinstance(custom, dict) else None
+            records = custom_param(tokenized.sampling_params, RECORDS)
             if records == "recomputed" and get_disagg().disaggregation_mode == "decode":
                 raise ValueError(
                     f"custom_params.{RECORDS} is {records!r}, and a decode server computes no KV "

@@ -113,6 +113,12 @@ WEIGHT_VERSION = "weight_version"
 _EMPTY = Contract()
 
 
+def custom_param(sampling_params: Any, name: str) -> Any:
+    """Return the field ``name`` of a request's ``custom_params``; None if there is none."""
+    custom = sampling_params.custom_params
+    return custom.get(name) if isinstance(custom, dict) else None
+
+
 def read_contract(custom_params: object) -> Contract | None:
     """Return the contract in a request's ``custom_params``; None if there is none.
 

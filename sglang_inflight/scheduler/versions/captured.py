@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -44,6 +44,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 from sglang_inflight.messages import RECORDS, Records
 from sglang_inflight.scheduler.requests import Captured, Rows, record_of
+from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -79,8 +80,7 @@ def records_of(req: Req) -> Records | None:
     """Return which rows the answer of ``req`` has, or None without rows."""
     if next(_wanted(req), None) is None:
         return None
-    custom: Any = req.sampling_params.custom_params
-    asked: Records | None = custom.get(RECORDS) if isinstance(custom, dict) else None
+    asked: Records | None = custom_param(req.sampling_params, RECORDS)
     return asked or "sampled"
 
 

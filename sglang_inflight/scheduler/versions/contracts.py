@@ -57,8 +57,6 @@ class Contracts:
 
     def admits(self, req: Req) -> bool:
         """Return whether ``req`` may enter the waiting queue; answer it otherwise."""
-        if _is_settled(req):
-            return True
         why = self._why_broken(req)
         if why is None:
             return True
@@ -83,14 +81,13 @@ class Contracts:
     def check(self, reqs: Iterable[Req]) -> None:
         """End those of the queued ``reqs`` that have no token and a broken contract."""
         for req in list(reqs):
-            if _is_settled(req):
-                continue
             if (why := self._why_broken(req)) is not None:
                 self._end_waiting(req, why)
 
     def _why_broken(self, req: Req) -> str | None:
+        """Return why ``req``, which has no token, must end; None for any other request."""
         contract = contract_of(req)
-        if contract is None:
+        if contract is None or _is_settled(req):
             return None
         why = contract.why_broken(self._versions.label)
         return why or contract.why_broken_by_adapter(self._adapters.of(req))
@@ -110,8 +107,6 @@ class Contracts:
 
     def _end_chunked(self, req: Req) -> None:
         """End a request in the middle of its prompt, before its next chunk."""
-        if _is_settled(req):
-            return
         if (why := self._why_broken(req)) is not None:
             self._metrics.broken_contracts.inc()
             req.discard_output_reason = _reason(why)

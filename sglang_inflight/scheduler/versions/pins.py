@@ -13,14 +13,14 @@ ends with these. A name that neither version has is a 409.
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_inflight.scheduler.requests import Pin, Unreachable, record_of
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.versions.token_versions import Versions, pinned_label
-from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION
+from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -38,8 +38,7 @@ class Pins:
 
         A request comes here again after a retraction, and keeps its weights.
         """
-        custom: Any = req.sampling_params.custom_params
-        name = custom.get(WEIGHT_VERSION) if isinstance(custom, dict) else None
+        name = custom_param(req.sampling_params, WEIGHT_VERSION)
         if name is None:
             return False
         record = record_of(req)

@@ -9,7 +9,7 @@ its own limit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -17,6 +17,7 @@ from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -71,8 +72,7 @@ class Staleness:
         return [r for r in live if not r.finished() and (r.output_ids or r in sampled)]
 
     def _limit(self, req: Req) -> int | None:
-        custom = req.sampling_params.custom_params
-        own: Any = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
+        own: int | None = custom_param(req.sampling_params, MAX_VERSION_LAG)
         is_pinned = record_of(req).pin is not None
         return self._max_lag if own is None and not is_pinned else own
 

@@ -36,7 +36,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as Batch
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.requests import Parked, record_of
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
 from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.vocabulary.labels import VersionLabel
 
@@ -85,8 +85,7 @@ class Turns:
     @property
     def label(self) -> VersionLabel | None:
         """The label of the next forward's weights in a turn of the previous version; else None."""
-        previous = self._live.reachable
-        return previous.label if self._is_previous and previous is not None else None
+        return self._previous.label if self._previous is not None else None
 
     def enqueue(self, req: Req) -> None:
         """Look up the weights of a request, new or retracted, on its way into the queue."""
@@ -141,11 +140,15 @@ class Turns:
 
     def launch(self, launch: Callable[[], T]) -> T:
         """Launch the turn's batch by ``launch``, with the turn's weights in place."""
-        previous = self._live.reachable
-        if not self._is_previous or previous is None:
+        if (previous := self._previous) is None:
             return launch()
         with self._live.previous_in_place(previous):
             return launch()
+
+    @property
+    def _previous(self) -> Previous | None:
+        """The previous version in a turn of its own, else None."""
+        return self._live.reachable if self._is_previous else None
 
     def _choose(self, choose: Choose, last: ScheduleBatch | None, *, is_due: bool) -> NextBatchPlan:
         self._holds_newcomers = not self._is_previous and (is_due or self._is_starved)
