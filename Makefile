@@ -10,7 +10,8 @@ OTHER = $(CURDIR)/.sglang-$(VERSION)
 PAIRS := $(VENV)/.pairs
 PORT := .venv-port/.ready
 
-.PHONY: demo test test-pairs matrix families test-upstream test-version port lint doctor gpu
+.PHONY: demo test test-pairs test-trl test-verl test-areal test-router matrix families \
+	test-upstream test-version port lint doctor gpu
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
@@ -24,6 +25,19 @@ test: $(READY)
 # libibverbs1 has to be there, too.
 test-pairs: $(PAIRS)
 	$(BIN)/python -m pytest tests/pairs
+
+# Real trainers and routers, whole, on this server. Each has its libraries in an environment of its own.
+test-trl: $(READY) .venv-trl/.ready
+	$(BIN)/python -m pytest tests/trainers/trl
+
+test-verl: $(READY) .venv-verl/.ready
+	$(BIN)/python -m pytest tests/trainers/verl
+
+test-areal: $(READY) .venv-areal/.ready
+	$(BIN)/python -m pytest tests/trainers/areal
+
+test-router: $(READY) .venv-router/.ready
+	$(BIN)/python -m pytest tests/trainers/router
 
 # The table of what works where (docs/matrix.md): every cell is run.
 matrix: $(PAIRS)

@@ -1,0 +1,1 @@
+"""Real trainers, each in an environment of its own, on a server of this package."""
