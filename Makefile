@@ -85,6 +85,25 @@ $(PAIRS): $(READY)
 	$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda>=0.3.13'
 	touch $@
 
+# What AReaL imports for its trainer, which are few of its dependencies. It reads the version of an
+# installed SGLang, and nothing else of it. 2.3 GB with torch for a CPU; with torch for CUDA, 8 GB.
+.venv-areal/.ready:
+	$(PYTHON) -m venv .venv-areal
+	.venv-areal/bin/pip install --quiet --prefer-binary torch==2.13.0 torchdata==0.11.0 \
+		transformers==5.3.0 peft==0.18.1 datasets==5.2.0 ray==2.60.0 numba==0.68.1 \
+		einops==0.8.2 omegaconf==2.4.0.dev2 hydra-core==1.4.0.dev1 openai==3.57.0 \
+		aiohttp==3.14.5 httpx==0.28.1 fastapi==0.165.0 uvicorn==0.54.0 uvloop==0.23.0 \
+		flask==3.1.3 aiofiles==25.1.0 tenacity==9.2.1 orjson==3.13.0 pybase64==1.5.1 \
+		zstandard==0.25.0 pillow==12.3.0 psutil==7.2.2 lark==1.3.1 tabulate==0.10.0 \
+		colorlog==6.12.0 wandb==0.31.0 swanlab==0.10.3 trackio==0.43.0 tensorboardX==2.6.5
+	.venv-areal/bin/pip install --quiet --no-deps areal==1.0.4 sglang==0.5.23
+	touch $@
+
+.venv-router/.ready:
+	$(PYTHON) -m venv .venv-router
+	.venv-router/bin/pip install --quiet sglang-router==0.3.2
+	touch $@
+
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
