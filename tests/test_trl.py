@@ -13,7 +13,6 @@ from harness import marker
 from harness.server import PLAIN, Server
 from tests.support import trl
 from tests.support.load import ask, prompt
-from tests.support.vllm import VLLMClient
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -112,7 +111,11 @@ def test_tokens_are_texts_unless_ids_are_asked_for(vllm_server: Server, model: s
 @pytest.mark.parametrize(
     ("path", "word", "fields"),
     [
-        (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": 0}),
+        (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": -1}),
+        (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": marker.VOCAB + 1}),
+        (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": True}),
+        (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": "5"}),
+        (COMPLETIONS, "stream", {"prompt_logprobs": 0, "stream": True}),
         (CHAT, "prompt_logprobs", {"prompt_logprobs": 5}),
         (CHAT, "chat_template", {"chat_template": "{{ messages }}"}),
         (CHAT, "add_generation_prompt", {"add_generation_prompt": False}),
@@ -141,18 +144,61 @@ def test_unsupported_fields_are_refused(
     assert vllm_server.post(path, body)["status_code"] == 200
 
 
-def test_teacher_scoring_is_refused_with_the_route_to_use(
-    vllm_server: Server, vllm: VLLMClient, model: str
+def test_teacher_scores_sequences_by_their_own_and_likeliest_tokens(
+    vllm_server: Server, model: str
 ) -> None:
-    refused = vllm_server.post(COMPLETIONS, trl.scoring(model, prompt()))
-    assert refused["status_code"] == 400, refused
-    assert "/inference/v1/generate" in refused["error"]["message"]
-    body = {
-        "model": model,
-        "token_ids": prompt(),
-        "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2},
-    }
-    assert len(vllm.post("/inference/v1/generate", body)["prompt_logprobs"]) == len(prompt())
+    sequences = [[*prompt(3), marker.token(0)], prompt(7), [5, marker.VOCAB - 1]]
+    answer = ask(vllm_server, "POST", COMPLETIONS, trl.scoring(model, sequences))
+    for sequence, choice in zip(sequences, answer["choices"], strict=True):
+        body = {"input_ids": sequence, "return_logprob": True, "logprob_start_len": 0}
+        meta = ask(vllm_server, "POST", "/generate", {**body, "top_logprobs_num": 100})["meta_info"]
+        assert choice["prompt_logprobs"][0] is None
+        scores = trl.read_scores(choice, sequence, 1)
+        own = [value for value, _, _ in meta["input_token_logprobs"]]
+        tops = [[token for _, token, _ in top or ()] for top in meta["input_top_logprobs"]]
+        assert [value for _, value in scores] == own[1:]
+        assert [tokens[:100] for tokens, _ in scores] == tops[1:]
+    # the marker's token is the likeliest, so its rank is that of the list
+    (position,) = (each["prompt_logprobs"][3] for each in answer["choices"][:1])
+    assert position[str(marker.token(0))]["rank"] == 1
+
+
+def test_prompt_token_beyond_the_likeliest_has_the_next_rank(
+    vllm_server: Server, model: str
+) -> None:
+    body = trl.scoring(model, [5, 6], prompt_logprobs=1)
+    (choice,) = ask(vllm_server, "POST", COMPLETIONS, body)["choices"]
+    ranks = {token: entry["rank"] for token, entry in choice["prompt_logprobs"][1].items()}
+    assert ranks == {"6": 2, str(marker.token(0)): 1}
+    assert list(ranks) == ["6", str(marker.token(0))]
+
+
+def test_prompt_logprobs_are_those_before_the_temperature(vllm_server: Server, model: str) -> None:
+    ids = prompt()
+    scores = []
+    for temperature in (1.0, 0.5):
+        body = trl.scoring(model, ids, temperature=temperature)
+        (choice,) = ask(vllm_server, "POST", COMPLETIONS, body)["choices"]
+        scores.append(trl.read_scores(choice, ids, 1))
+    assert scores[0] == scores[1]
+
+
+def test_prompt_logprobs_widen_no_logprobs_of_the_output(vllm_server: Server, model: str) -> None:
+    body = {**trl.generation(model, [prompt()], n=2, **GREEDY), "prompt_logprobs": 0, "logprobs": 1}
+    alone = ask(vllm_server, "POST", COMPLETIONS, {**body, "prompt_logprobs": None})["choices"]
+    for count in (0, 3):
+        both = ask(vllm_server, "POST", COMPLETIONS, {**body, "prompt_logprobs": count})["choices"]
+        assert len(both) == 2
+        for before, choice in zip(alone, both, strict=True):
+            assert choice["logprobs"]["top_logprobs"] == before["logprobs"]["top_logprobs"]
+            for position in choice["prompt_logprobs"][1:]:
+                assert count <= len(position) <= 1 + count
+
+
+def test_prompt_logprobs_need_no_logprobs_of_the_output(vllm_server: Server, model: str) -> None:
+    (choice,) = ask(vllm_server, "POST", COMPLETIONS, trl.scoring(model, prompt()))["choices"]
+    asked_by_others = ("logprobs", "token_ids", "prompt_token_ids")
+    assert not any(choice.get(name) for name in asked_by_others)
 
 
 def test_default_values_of_vllm_fields_are_accepted(vllm_server: Server, model: str) -> None:

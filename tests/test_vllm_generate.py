@@ -120,6 +120,12 @@ def test_prompt_logprobs_list_the_token_first(vllm_server: Server, count: int) -
             assert count <= len(entry) <= 1 + count
 
 
+def test_logprobs_of_the_output_widen_none_of_the_prompt(vllm_server: Server) -> None:
+    sampling = {"max_tokens": 1, "prompt_logprobs": 1, "logprobs": 5}
+    scored = generate(vllm_server, token_ids=[5, 6], sampling_params=sampling)["prompt_logprobs"]
+    assert {token: entry["rank"] for token, entry in scored[1].items()} == {"6": 2, str(TOKEN): 1}
+
+
 def test_stop_tokens_and_strings_end_the_answer(vllm_server: Server) -> None:
     for stop in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
         sampling = {**stop, "ignore_eos": False}

@@ -75,14 +75,17 @@ def rollout(model: str, prompt: list[int], **sampling: Any) -> Body:
     }
 
 
-def scoring(model: str, sequence: list[int]) -> Body:
-    """Return the body of AsyncDistillation's worker and of ``VLLMClient.get_sequence_logprobs``."""
+def scoring(model: str, sequences: list[int] | list[list[int]], **more: Any) -> Body:
+    """Return the body of AsyncDistillation's worker, with one sequence, and of
+    ``VLLMClient.get_sequence_logprobs``, with several.
+    """
     return {
         "model": model,
-        "prompt": sequence,
+        "prompt": sequences,
         "max_tokens": 1,
         "temperature": 1.0,
         "prompt_logprobs": 100,
+        **more,
     }
 
 
@@ -90,6 +93,20 @@ def read_rollout(answer: Body) -> tuple[list[int], list[float]]:
     """Return a turn's tokens and their log-probabilities."""
     choice = answer["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def read_scores(choice: Body, sequence: list[int], since: int) -> list[tuple[list[int], float]]:
+    """Return each position's tokens, likeliest first, and its own token's log-probability.
+
+    The positions are those from ``since`` on, after the prompt that a student was given.
+    """
+    positions = choice["prompt_logprobs"]
+    assert len(positions) == len(sequence)
+    scores: list[tuple[list[int], float]] = []
+    for token, position in zip(sequence[since:], positions[since:], strict=True):
+        in_order = sorted(position.items(), key=lambda item: item[1]["rank"])
+        scores.append(([int(name) for name, _ in in_order], position[str(token)]["logprob"]))
+    return scores
 
 
 def read_logprobs(logprobs: Body) -> tuple[list[list[float]], list[list[int]]]:

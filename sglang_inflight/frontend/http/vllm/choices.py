@@ -84,8 +84,13 @@ def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[
     }
 
 
-def describe_prompt(token_ids: Sequence[int], meta: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Return logprobs by position: the prompt's own token first. Position 0 has none."""
+def describe_prompt(
+    token_ids: Sequence[int], meta: dict[str, Any], count: int
+) -> list[dict[str, Any] | None]:
+    """Return logprobs by position, of the prompt's own token and the ``count`` likeliest ones.
+
+    The prompt's own token comes first. Position 0 has none.
+    """
     # token ids come from the prompt: SGLang reports the vocabulary's last token as 0
     sampled: list[Logprob] = [
         (value, token, text)
@@ -93,9 +98,7 @@ def describe_prompt(token_ids: Sequence[int], meta: dict[str, Any]) -> list[dict
     ]
     tops: list[list[Logprob] | None] = meta.get("input_top_logprobs") or [None] * len(sampled)
     return [
-        None
-        if own[0] is None
-        else {str(token): _entry(value) for value, token, _ in _first(own, top or ())}
+        None if own[0] is None else _ranked(own, (top or ())[:count])
         for own, top in zip(sampled, tops, strict=True)
     ]
 
@@ -147,8 +150,22 @@ def _named(logprob: Logprob) -> dict[str, Any]:
     return {"token": f"token_id:{token}", "token_id": token, "logprob": _floored(value)}
 
 
-def _entry(value: float | None) -> dict[str, Any]:
-    return {"logprob": _floored(value), "rank": None, "decoded_token": None}
+def _ranked(own: Logprob, likeliest: Sequence[Logprob]) -> dict[str, Any]:
+    """Return a prompt's position by token id.
+
+    SGLang does not rank a token beyond the likeliest ones. Its rank is the least possible one,
+    because clients sort by rank, and null if no others are listed.
+    """
+    ranks = {token: rank for rank, (_, token, _) in enumerate(likeliest, start=1)}
+    beyond = len(likeliest) + 1 if likeliest else None
+    return {
+        str(token): {
+            "logprob": _floored(value),
+            "rank": ranks.get(token, beyond),
+            "decoded_token": None,
+        }
+        for value, token, _ in _first(own, likeliest)
+    }
 
 
 def _floored(value: float | None) -> float:

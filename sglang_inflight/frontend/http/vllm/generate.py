@@ -304,7 +304,7 @@ class Generate:
             "usage": describe_usage(len(body.token_ids), metas),
             "prompt_logprobs": None
             if sampling.prompt_logprobs is None
-            else describe_prompt(body.token_ids, metas[0]),
+            else describe_prompt(body.token_ids, metas[0], sampling.prompt_logprobs),
             "prompt_token_ids": body.token_ids if body.return_token_ids else None,
             "kv_transfer_params": None,
         }

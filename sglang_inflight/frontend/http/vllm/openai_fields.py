@@ -40,7 +40,7 @@ _GENERATE = "use /inference/v1/generate"
 _FORMATS = "use SGLang's regex, ebnf or response_format"
 # refused, because ignoring one would change the tokens or the answer
 _NOT_OFFERED = {
-    **dict.fromkeys(("prompt_logprobs", "return_sampling_mask"), _GENERATE),
+    "return_sampling_mask": _GENERATE,
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORMATS),
     **dict.fromkeys(
         (
@@ -102,6 +102,8 @@ class VLLMFields:
             request.no_stop_trim = True
         if (outputs := body.get("structured_outputs")) is not None:
             _constrain(request, outputs)
+        # SGLang lists more than these where the prompt's logprobs need more
+        self.likeliest = 0 if is_chat else request.logprobs or 0
         self._names_tokens = is_chat and request.return_token_ids
         self._records = _records(request, body, tokenizer_manager)
         if request.stream and is_chat:
@@ -148,7 +150,26 @@ def _records(
         tokens=request.stream and request.return_token_ids,
         experts=experts,
         experts_start=start or request.routed_experts_start_len,
+        prompt_logprobs=_prompt_logprobs(request, body, tokenizer_manager),
     )
+
+
+def _prompt_logprobs(
+    request: CompletionRequest | ChatCompletionRequest,
+    body: dict[str, Any],
+    tokenizer_manager: TokenizerManager,
+) -> int | None:
+    count = body.get("prompt_logprobs")
+    if count is None:
+        return None
+    if not isinstance(request, CompletionRequest):
+        raise Refused(f"prompt_logprobs is not offered in a chat: {_GENERATE}")
+    most = tokenizer_manager.model_config.vocab_size
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most:
+        raise Refused(f"prompt_logprobs must be a whole number from 0 to {most}; got {count}")
+    if request.stream:
+        raise Refused("prompt_logprobs needs stream=false: they come with a whole answer")
+    return count
 
 
 _asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
@@ -179,14 +200,16 @@ def write_completion_logprobs(
     outputs, tops = output_token_logprobs, output_top_logprobs
     if asked is not None and outputs is not None:
         tops = [
-            [own, *(top or ())]
+            [own, *(top or ())[: asked.likeliest]]
             for own, top in zip(outputs, tops or [None] * len(outputs), strict=True)
         ]
         if asked.names_tokens_by_id:
             outputs, tops = by_id(outputs), [by_id(top) for top in tops]
-    if asked is not None and asked.names_tokens_by_id and input_token_logprobs is not None:
-        input_token_logprobs = by_id(input_token_logprobs)
-        input_top_logprobs = [top and by_id(top) for top in input_top_logprobs or ()]
+    if asked is not None and input_token_logprobs is not None:
+        input_top_logprobs = [top and top[: asked.likeliest] for top in input_top_logprobs or ()]
+        if asked.names_tokens_by_id:
+            input_token_logprobs = by_id(input_token_logprobs)
+            input_top_logprobs = [top and by_id(top) for top in input_top_logprobs]
     return write(input_token_logprobs, outputs, input_top_logprobs, tops, tokenizer)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_inflight.frontend.http.vllm.choices import describe_prompt
 from sglang_inflight.frontend.http.vllm.records import NewTokens, spans_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class OpenAIRecords:
     ``spans``: spans of versions, at the end of each choice. ``tokens``: a stream's token ids.
     ``experts`` takes ``meta_info`` and returns what a choice of a whole answer has; a stream has
     no experts, as in vLLM. The first ``experts_start`` tokens of the prompt are left out of them.
+    ``prompt_logprobs``: number of likeliest tokens at each position of the prompt, beside its own
+    token; None for no logprobs of the prompt. A stream has none, as in vLLM.
     """
 
     def __init__(
@@ -52,17 +55,24 @@ class OpenAIRecords:
         tokens: bool,
         experts: Callable[[dict[str, Any]], Any] | None,
         experts_start: int,
+        prompt_logprobs: int | None,
     ) -> None:
         self._new = NewTokens(tokenizer_manager)
         self._spans = spans
         self._tokens = tokens
         self._experts = experts
         self._experts_start = experts_start
+        self._prompt_logprobs = prompt_logprobs
         self._choices: dict[int, _Choice] = {}
 
     @property
     def are_wanted(self) -> bool:
-        return self._spans or self._tokens or self._experts is not None
+        return (
+            self._spans
+            or self._tokens
+            or self._experts is not None
+            or self._prompt_logprobs is not None
+        )
 
     async def note(
         self, generate: Callable[..., AsyncGenerator[Any]], obj: GenerateReqInput, *args: Any
@@ -73,6 +83,15 @@ class OpenAIRecords:
         if self._experts is not None:
             obj.return_routed_experts = True
             obj.routed_experts_start_len = self._experts_start
+        if self._prompt_logprobs is not None:
+            obj.return_prompt_token_ids = True
+            # nobody reads the texts of a prompt's likeliest tokens, and there may be thousands
+            obj.return_text_in_logprobs = bool(obj.return_logprob)
+            obj.return_logprob = True
+            obj.logprob_start_len = 0
+            # the OpenAI routes ask for all their prompts at once
+            assert isinstance(obj.top_logprobs_num, int)
+            obj.top_logprobs_num = max(obj.top_logprobs_num, self._prompt_logprobs)
         async with aclosing(generate(obj, *args)) as results:
             async for result in results:
                 outputs = result if isinstance(result, list) else [result]
@@ -87,7 +106,12 @@ class OpenAIRecords:
     def add(self, content: dict[str, Any]) -> None:
         """Add the records to a whole answer."""
         for said in content["choices"]:
-            meta = self._choices[said["index"]].meta
+            choice = self._choices[said["index"]]
+            meta = choice.meta
+            if self._prompt_logprobs is not None:
+                said["prompt_logprobs"] = describe_prompt(
+                    choice.output["prompt_token_ids"], meta, self._prompt_logprobs
+                )
             if self._experts is not None:
                 said["routed_experts"] = self._experts(meta)
             if self._spans:
