@@ -81,6 +81,13 @@ $(PORT): pyproject.toml
 	.venv-port/bin/pip install --quiet 'mypy>=2' msgspec packaging pytest unidiff
 	touch $@
 
+# TRL without vLLM: 1.5 GB with torch's build for a CPU, and several times that with the one for CUDA.
+.venv-trl/.ready:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet aiohttp==3.14.5 peft==0.21.2 requests==2.34.2 \
+		torch==2.13.0 transformers==5.19.0 trl==1.16.0
+	touch $@
+
 $(PAIRS): $(READY)
 	$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda>=0.3.13'
 	touch $@

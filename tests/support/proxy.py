@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -29,6 +29,10 @@ class Proxy:
     def before(self, path: str, action: Callable[[], object]) -> None:
         """Call ``action`` at the next request to ``path``, then forward the request."""
         self._before[path] = action
+
+    def awaits(self, path: str) -> bool:
+        """Whether the action before the next request to ``path`` has not been called yet."""
+        return path in self._before
 
     def lose_request(self, path: str) -> None:
         """Drop the next request to ``path`` before it reaches the server."""
@@ -86,7 +90,7 @@ class Proxy:
         return httpx.request(method, url, content=body, headers=headers, timeout=120, **PLAIN)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[Proxy]:
+    def serving(self) -> Iterator[Self]:
         threading.Thread(target=self._http.serve_forever, name="proxy", daemon=True).start()
         try:
             yield self

@@ -1,0 +1,1 @@
+"""TRL's own trainer and client, on a server of this package."""

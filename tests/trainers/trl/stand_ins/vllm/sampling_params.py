@@ -1,0 +1,5 @@
+"""A class of an engine in the trainer's own process."""
+
+
+class StructuredOutputsParams:
+    pass
