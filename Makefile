@@ -111,6 +111,20 @@ $(PAIRS): $(READY)
 	.venv-router/bin/pip install --quiet sglang-router==0.3.2
 	touch $@
 
+# SGLang, verl, and the trainer's libraries in one environment: verl's server runs SGLang in an actor
+# of its own. It takes 11 GB. verl comes without its dependencies, because it pins an older
+# transformers than SGLang, and with two places mended.
+.venv-verl/.ready: pyproject.toml setup.py tests/trainers/verl/two_places.py
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet --upgrade pip
+	.venv-verl/bin/pip install --prefer-binary --editable . sglang==0.5.23 'ray[default]==2.60.0' \
+		accelerate cachetools codetiming==1.4.0 datasets dill hydra-core==1.3.8 pandas peft==0.21.2 \
+		pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 \
+		TransferQueue==0.1.11
+	.venv-verl/bin/pip install --no-deps verl==0.9.1
+	.venv-verl/bin/python -m tests.trainers.verl.two_places
+	touch $@
+
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
