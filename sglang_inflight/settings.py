@@ -141,6 +141,11 @@ class Settings:
         "how long a request waits for the version it asks for, if it does not say so itself, in "
         "seconds; then it ends with 503",
     )
+    pause_lease_s: float | None = _setting(
+        None,
+        _positive,
+        "lease of a pause whose caller names none, in seconds: a dead trainer's pause then ends",
+    )
     pd_mismatch: str = _setting(
         "keep",
         _one_of("keep", "abort"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import PLAIN, Server
+from harness.server import PLAIN, Server, serve
 from harness.trainer import Trainer
 from tests.support.load import (
     ENDLESS,
@@ -18,10 +18,14 @@ from tests.support.load import (
     expect_aborted,
     expect_all_go_on,
     expect_whole,
+    pause,
     prompt,
+    resume,
     settle,
     start,
     start_running,
+    status,
+    until,
     until_waiting,
 )
 from tests.support.sparse import BAD, HEAD, changes_between, pair
@@ -324,6 +328,24 @@ def test_pause_aborts_by_default(vllm_server: Server, vllm: VLLMClient) -> None:
     assert queued.count == 0
     vllm.post("/resume")
     expect_whole(queued)
+
+
+def test_pause_without_a_lease_of_its_own_ends_by_the_setting(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """vLLM's pause has no lease of its own."""
+    env = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1", "SGLANG_INFLIGHT_PAUSE_LEASE_S": "0.5"}
+    with serve(
+        checkpoints / "v0", "--weight-version", "v0", log=tmp_path / "server.log", env=env
+    ) as server:
+        generations = start_running(server, 2, tokens=ENDLESS)
+        VLLMClient(server).post("/pause", mode="keep", clear_cache=False)
+        until("the pause ends by itself", lambda: not status(server)["paused"])
+        expect_all_go_on(generations)
+        named = pause(server, "in_place", lease_s=600)
+        (holder,) = status(server)["holders"]
+        assert holder["lease_left_s"] > 60
+        resume(server, pause_id=named["pause_id"])
 
 
 def test_pause_wait_lets_requests_end(vllm_server: Server, vllm: VLLMClient) -> None:

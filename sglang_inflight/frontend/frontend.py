@@ -66,9 +66,11 @@ class Frontend:
         self._control_calls.route(tokenizer_manager)
         metrics = FrontEndMetrics()
         can = self.can = capabilities.of(tokenizer_manager.server_args)
-        self.pauses = Pauses(tokenizer_manager, self.ranks, metrics, can)
-        self.caches = Caches(tokenizer_manager, self.ranks, can)
         settings = self.settings = Settings.from_environment()
+        self.pauses = Pauses(
+            tokenizer_manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s
+        )
+        self.caches = Caches(tokenizer_manager, self.ranks, can)
         self.adapters = Adapters(tokenizer_manager, self.ranks, can, self.in_background)
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)

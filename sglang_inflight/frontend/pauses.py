@@ -58,9 +58,13 @@ class Pauses:
         ranks: Ranks,
         metrics: FrontEndMetrics,
         can: Capabilities,
+        *,
+        lease_s: float | None,
     ) -> None:
+        """``lease_s``: the lease of a pause whose caller names none; None is no lease."""
         self._tokenizer_manager = tokenizer_manager
         self._can = can
+        self._lease_s = lease_s
         self.sglangs = SGLangsPause(tokenizer_manager, can)
         self._metrics = metrics
         self._ranks = ranks
@@ -109,12 +113,13 @@ class Pauses:
         if MEMORY in (body.pause_id, body.new_id):
             raise Refused(f"the pause id {MEMORY!r} is reserved for the pause of released memory")
         mode, new_id = body.mode or None, body.new_id
+        is_new = body.pause_id is None
         call = PauseCall(
-            mode=mode if body.pause_id is not None else mode or "abort",
+            mode=mode or "abort" if is_new else mode,
             pause_id=body.pause_id or new_id or uuid.uuid4().hex,
-            renews=body.pause_id is not None,
+            renews=not is_new,
             may_be_held=new_id is not None,
-            lease_s=body.lease_s,
+            lease_s=self._lease_s if is_new and body.lease_s is None else body.lease_s,
             timeout_s=body.timeout_s,
             new_requests=body.new_requests,
         )

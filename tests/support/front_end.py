@@ -299,7 +299,7 @@ class FrontEnd:
         labelled = SimpleNamespace(labels=lambda *_: metric)
         metrics: Any = SimpleNamespace(updates=labelled, pause_grant=labelled)
         self.served = Served(manager, FIRST)
-        self.pauses = Pauses(manager, self.ranks, metrics, can)
+        self.pauses = Pauses(manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s)
         self.two_phase = TwoPhase(
             manager, self.ranks, self.served, metrics, can, previous_grace_s=0
         )

@@ -229,7 +229,7 @@ def pauses_of(rank: PausingRank) -> Pauses:
     )
     metric = SimpleNamespace(observe=lambda value: None)
     metrics: Any = SimpleNamespace(pause_grant=SimpleNamespace(labels=lambda mode: metric))
-    return Pauses(manager, rank, metrics, ALL)
+    return Pauses(manager, rank, metrics, ALL, lease_s=None)
 
 
 class ManualWorker:
