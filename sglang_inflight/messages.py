@@ -34,6 +34,7 @@ from sglang_inflight.vocabulary.answers import (
 )
 from sglang_inflight.vocabulary.answers import NewRequests as NewRequests
 from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
+from sglang_inflight.vocabulary.bodies import SERVED as SERVED
 from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
@@ -85,6 +86,12 @@ class DiskSource(msgspec.Struct, tag=True, kw_only=True):
 
 class SparseFolderSource(msgspec.Struct, tag=True, kw_only=True):
     """Sparse tensors in a directory that every rank can read, with a manifest."""
+
+    model_path: str
+
+
+class ServedFolderSource(msgspec.Struct, tag=True, kw_only=True):
+    """Weights as another server serves them, in a directory that every rank can read."""
 
     model_path: str
 
@@ -146,9 +153,11 @@ class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
     keeps_buffer: bool = False
 
 
-Source = (
+# sources of a checkpoint's tensors, for a model's own loader
+LoadedSource = (
     DiskSource | SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
 )
+Source = LoadedSource | ServedFolderSource
 
 
 def has_custom_loader(source: Source) -> bool:
@@ -211,10 +220,19 @@ class Opened(RankAnswer, kw_only=True):
     in_place: bool
 
 
+class SavedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """The version in a folder of served weights. ``save_id`` tells it from a later one there."""
+
+    save_id: str
+    weight_version: str
+
+
 class Staged(RankAnswer, kw_only=True):
     staged_s: float
     tensors: int
     bytes: int
+    # of a folder of served weights
+    saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)
     # digest of the call's tensors as they came, if the call asks for it
@@ -243,6 +261,15 @@ class Committed(RankAnswer, kw_only=True):
     digest: str
     # why the rank serves no requests yet: some released weights are still missing
     hollow: str | None = None
+
+
+class Written(RankAnswer, kw_only=True):
+    """The rank's served weights are in the folder. A rank of a further replica writes nothing."""
+
+    weight_version: str
+    # None: another replica's rank writes these weights
+    digest: str | None = None
+    bytes: int = 0
 
 
 class Moved(RankAnswer, kw_only=True):
@@ -286,6 +313,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Staged,
     Voted,
     Committed,
+    Written,
     Moved,
     RequestsMoved,
     TransferGivenUp,
@@ -598,6 +626,40 @@ class GiveUpTransferCall(Call, kw_only=True):
     reason: str
 
 
+class SaveCall(Call, kw_only=True):
+    """Write the served weights into the folder ``path``, beside everything else."""
+
+    answer = Written
+
+    path: str
+    save_id: str
+    expected_version: str | None = None
+    # time limit of a rank's work
+    timeout_s: float
+
+
+class EndSaveCall(Call, kw_only=True):
+    """End a save: check that the version is still served, and write the manifest."""
+
+    answer = Done
+
+    path: str
+    save_id: str
+    manifest: bytes
+    timeout_s: float
+
+
+class DiscardSavedCall(Call, kw_only=True):
+    """Delete saved weights, or give up writing them."""
+
+    answer = Done
+
+    path: str
+    # None: whatever was saved there
+    save_id: str | None = None
+    timeout_s: float
+
+
 class StatusCall(Call, kw_only=True):
     answer = Described
 
@@ -661,6 +723,9 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     JoinGroupCall,
     LeaveGroupCall,
     GiveUpTransferCall,
+    SaveCall,
+    EndSaveCall,
+    DiscardSavedCall,
     StatusCall,
 )
 

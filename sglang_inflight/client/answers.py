@@ -120,6 +120,11 @@ def says_inactive(reply: Reply) -> str | None:
     return str(body.get("message")) if body.get("active") is False else None
 
 
+def say_why(reply: Reply) -> str:
+    """Return the sentence in an answer that is no success."""
+    return _find_sentence(reply, _decode(reply), None)
+
+
 def _decode(reply: Reply) -> Json | None:
     try:
         body = json.loads(reply.content)

@@ -23,6 +23,7 @@ from sglang_inflight.client.answers import (
     read_answer,
     read_json,
     read_reply,
+    say_why,
     says_inactive,
 )
 from sglang_inflight.client.fields import (
@@ -34,12 +35,14 @@ from sglang_inflight.client.fields import (
 )
 from sglang_inflight.vocabulary.answers import (
     Begun,
+    Expected,
     Grant,
     MemoryMoved,
     NewRequests,
     PauseMode,
     Receipt,
     Release,
+    Saved,
     Served,
     StagedSoFar,
     Status,
@@ -460,6 +463,57 @@ class AsyncClient:
             expected_version=expected_version,
         )
         return self._read(Receipt, receipt)
+
+    async def save_served_weights(
+        self, path: str, *, expected_version: str | None = None, timeout_s: float | None = None
+    ) -> Saved:
+        """Have the server write the weights that it serves into ``path``, a folder on the server.
+
+        Requests run on, and no update waits. Another server of the same layout takes them by
+        ``update_from_disk(path, load_format="served")``. Raises ``Conflict`` if the served version
+        is not ``expected_version``, or changes meanwhile; then nothing is left in the folder.
+        """
+        saved = await self._post(
+            "save_served_weights",
+            patience_s=self.timeout_s + (timeout_s or UPDATE_S),
+            path=path,
+            expected_version=expected_version,
+            timeout_s=timeout_s,
+        )
+        return self._read(Saved, saved)
+
+    async def discard_saved_weights(self, path: str) -> None:
+        """Have the server delete what it has saved in ``path``."""
+        await self._post("discard_saved_weights", path=path)
+
+    async def expect_version(
+        self,
+        weight_version: str | None = None,
+        *,
+        digest: str | None = None,
+        epoch: int | None = None,
+    ) -> Expected:
+        """Tell the server which version its fleet serves; None ends the expectation.
+
+        While the server serves another one, it is not ready and refuses new requests. ``digest``
+        is the first rank's, as in the status. Raises ``Conflict`` if the server has committed since
+        ``epoch``.
+        """
+        told = await self._post(
+            "expect_version", weight_version=weight_version, digest=digest, epoch=epoch
+        )
+        return self._read(Expected, told)
+
+    async def why_not_ready(self) -> str | None:
+        """Return why the server takes no new requests (``/ready``), or None if it takes them."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                heard = await self._send("GET", "/ready", None, ATTEMPTS)
+        except TimeoutError as error:
+            raise NoAnswer(
+                f"{self.url}/ready did not answer within {self.timeout_s:g} s"
+            ) from error
+        return None if heard.response.is_success else say_why(heard)
 
     async def release_memory(
         self, *tags: str, keep_weights: KeepWeights | None = None

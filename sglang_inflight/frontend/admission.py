@@ -8,7 +8,8 @@ A waiting request is in no queue: pauses, updates and other requests neither see
 It ends with its connection, by an abort of its name, and at SIGTERM. An abort of all requests ends
 those of the schedulers: a commit may send it, and this request may wait for that commit.
 
-While a held pause says ``new_requests: "reject"``, no request passes, whatever its contract.
+While a held pause says ``new_requests: "reject"``, no request passes, whatever its contract. The
+same holds while the server is behind its fleet (``fleet_version.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_inflight.frontend.aio import Lifetime
+from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.served_versions import ServedVersions
@@ -27,7 +29,7 @@ from sglang_inflight.sglang_types import get_disagg
 from sglang_inflight.vocabulary.answers import Served
 from sglang_inflight.vocabulary.bodies import WaitBody
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS, Contract, read_contract
-from sglang_inflight.vocabulary.errors import Dropped, NotServed, Refused, Rejected
+from sglang_inflight.vocabulary.errors import Behind, Dropped, NotServed, Refused, Rejected
 
 
 class Demand(NamedTuple):
@@ -52,6 +54,7 @@ class Admission:
         versions: ServedVersions,
         pauses: Pauses,
         adapters: Adapters,
+        fleet_version: FleetVersion,
         lifetime: Lifetime,
         *,
         timeout_s: float,
@@ -60,12 +63,15 @@ class Admission:
         self._versions = versions
         self._pauses = pauses
         self._adapters = adapters
+        self._fleet_version = fleet_version
         self._lifetime = lifetime
         self._timeout_s = timeout_s
         # set in a tokenizer worker, by the owner's state
         self.owner_rejects = False
         self._waits: set[_Wait] = set()
         self._is_half = get_disagg().disaggregation_mode != "null"
+        # a decode server may send it running requests, to recompute their KV
+        self._is_prefill = get_disagg().disaggregation_mode == "prefill"
 
     @property
     def rejects(self) -> bool:
@@ -73,7 +79,16 @@ class Admission:
         return self.owner_rejects or self._pauses.rejects
 
     def require_open(self) -> None:
-        """Raise ``Rejected`` while a held pause rejects new requests."""
+        """Raise ``Rejected`` while a held pause rejects new requests, ``Behind`` for a version.
+
+        A prefill server takes requests of every version of its fleet.
+        """
+        behind = None if self._is_prefill else self._fleet_version.why_behind
+        if behind is not None:
+            raise Behind(
+                f"{behind}. Send the request to another server, or again later",
+                self._versions.first,
+            )
         if self.rejects:
             raise Rejected(
                 'generation is paused with new_requests="reject": send the request to another '

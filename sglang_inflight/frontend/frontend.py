@@ -14,12 +14,14 @@ from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
+from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
@@ -77,10 +79,12 @@ class Frontend:
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         version = tokenizer_manager.config_value("weight_version")
         self.versions = ServedVersions(self.ranks.all, version)
+        self.fleet_version = FleetVersion(self.versions, self.pauses, min(self.ranks.all))
         self.admission = Admission(
             self.versions,
             self.pauses,
             self.adapters,
+            self.fleet_version,
             self.lifetime,
             timeout_s=settings.version_timeout_s,
         )
@@ -110,6 +114,8 @@ class Frontend:
             self.groups,
             self.adapters,
             self.admission,
+            Saves(self.ranks, settings.update_timeout_s),
+            self.fleet_version,
             self.status,
         )
         if settings.transparent:
@@ -157,6 +163,7 @@ class Frontend:
             self._served.take_answer(answer)
             self.pauses.take_answer(answer)
             self.versions.take_answer(answer)
+            self.fleet_version.take_answer(answer)
             self.on_change()
         self.ranks.take_answer(answer)
         self._control_calls.take_rank_answer(answer)
@@ -181,7 +188,17 @@ class Frontend:
     async def status(self) -> Status:
         """Return state, versions and staging progress, of the first rank and of each rank."""
         ranks = await self.pauses.ask_status()
-        return write_status(ranks, sglangs_pause=self.pauses.sglangs.holds)
+        return write_status(
+            ranks,
+            sglangs_pause=self.pauses.sglangs.holds,
+            behind=self.fleet_version.why_behind,
+        )
+
+    def why_not_ready(self) -> str | None:
+        """Return why no new request is taken, besides pauses and SGLang's own reasons, or None."""
+        if self.is_hollow:
+            return "the weights are hollow: updates must bring all of them first"
+        return self.fleet_version.why_behind
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
@@ -191,7 +208,9 @@ async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
         logger.warning("%s", error)
 
 
-def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
+def write_status(
+    ranks: list[Described], *, sglangs_pause: bool, behind: str | None = None
+) -> Status:
     """Return the first rank's state, and each rank's. Replicas differ only for moments.
 
     ``paused`` is true if any rank is paused. Ranks know nothing of SGLang's own pause.
@@ -202,6 +221,7 @@ def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
     return Status(
         **_side_by_side(ranks[0]) | pause,
         role=ranks[0].role,
+        behind=behind,
         capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(
             RankStatus(

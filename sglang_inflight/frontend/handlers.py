@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.frontend.admission import Admission
+from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary.answers import Grant, NamelessGrant, Status
@@ -51,6 +53,8 @@ def direct_handlers(
     groups: Groups,
     adapters: Adapters,
     admission: Admission,
+    saves: Saves,
+    fleet_version: FleetVersion,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
     """Return handlers that carry calls out at once. ``Transparent`` replaces some of them."""
@@ -93,6 +97,9 @@ def direct_handlers(
         "load_lora_adapter_from_tensors": adapters.load,
         "unload_lora_adapter": adapters.unload,
         "rollback_weights": updates.roll_back,
+        "save_served_weights": saves.save,
+        "discard_saved_weights": saves.discard,
+        "expect_version": fleet_version.expect,
         "get_weight_version": weight_version,
         "is_paused": is_paused,
         "inflight_status": status,

@@ -122,7 +122,7 @@ def _mount(
     tokenizer_manager: PatchedTokenizerManager,
     forward: Forward | None,
 ) -> None:
-    from sglang_inflight.frontend.http import generate, routes
+    from sglang_inflight.frontend.http import generate, ready, routes
     from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
     app: FastAPI = http_server.app
@@ -131,6 +131,7 @@ def _mount(
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
     generate.mount(app, http_server, frontend)
+    ready.mount(app, frontend, tokenizer_manager)
     if forward is not None:
         from sglang_inflight.frontend.workers.forward import mount_abort_request
 
@@ -216,8 +217,8 @@ async def flush_cache(
 
 
 def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
-    """Return false while weights are hollow: each request would end with 503."""
-    return ready(tm) and not tm.inflight.is_hollow
+    """Return false while each request would end with 503: hollow weights, or behind the fleet."""
+    return ready(tm) and tm.inflight.why_not_ready() is None
 
 
 def generate_request(

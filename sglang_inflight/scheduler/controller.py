@@ -18,8 +18,10 @@ from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
     Described,
+    DiscardSavedCall,
     Done,
     DropCall,
+    EndSaveCall,
     FlushCall,
     ForgetEmbeddingsCall,
     GiveUpTransferCall,
@@ -37,6 +39,7 @@ from sglang_inflight.messages import (
     RenameCall,
     ResumeCall,
     RollbackCall,
+    SaveCall,
     SealCall,
     StageCall,
     StatusCall,
@@ -63,6 +66,7 @@ from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
+from sglang_inflight.scheduler.update.served.layout import name_layout
 from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.handover import Handover
@@ -131,7 +135,7 @@ class Controller:
             Pins(self.live, self.versions),
             every=settings.previous_every,
         )
-        self.staging = make_staging(
+        self.staging, self.saving, layout = make_staging(
             scheduler,
             boundary,
             self.live,
@@ -152,6 +156,7 @@ class Controller:
             self.turns,
             self.contracts,
             metrics,
+            name_layout(layout),
         )
         self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
         self.memory_release = MemoryRelease(
@@ -161,6 +166,7 @@ class Controller:
             self.staging,
             self.live,
             self._answers,
+            stop_saving=self.saving.stop,
             require_update=settings.require_update,
         )
         handlers: dict[type[InflightCall[Any]], Callable[[Any], None]] = {
@@ -186,6 +192,9 @@ class Controller:
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
+            SaveCall: self._save,
+            EndSaveCall: self._end_save,
+            DiscardSavedCall: self.saving.discard,
             StatusCall: self._describe,
         }
         defer = self.hold.pipeline_drain.defer
@@ -417,6 +426,13 @@ class Controller:
     def _open(self, call: OpenCall) -> None:
         self.memory_release.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
+
+    def _save(self, call: SaveCall) -> None:
+        self.memory_release.require_weights("a save")
+        self.saving.save(call, current_version=self.versions.current)
+
+    def _end_save(self, call: EndSaveCall) -> None:
+        self.saving.end(call, current_version=self.versions.current)
 
     def _drop(self, call: DropCall) -> None:
         written = self.staging.may_have_written_by_handles(call.update_id)

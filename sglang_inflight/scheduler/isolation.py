@@ -244,6 +244,7 @@ def check(
         if twice := set(_tags(request)) & scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory is released already: {', '.join(sorted(twice))}")
         _require_idle(scheduler, boundary)
+        memory_release.leave_weights(_tags(request))
     elif isinstance(request, ResumeMemoryOccupationReqInput):
         if held := set(_tags(request)) - scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory was not released: {', '.join(sorted(held))}")

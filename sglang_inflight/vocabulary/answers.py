@@ -86,6 +86,16 @@ class Served(Answer, frozen=True, kw_only=True):
     epoch: int
 
 
+class Expected(Answer, frozen=True, kw_only=True):
+    """The server knows its fleet's version. ``weight_version`` is the one that it serves itself."""
+
+    success: bool = True
+    message: str
+    weight_version: str
+    # why the server takes no new requests until then; None if it serves the fleet's version
+    behind: str | None
+
+
 class WeightsStatus(Answer, frozen=True, kw_only=True):
     """The served weights."""
 
@@ -98,6 +108,8 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
     previous_version: str | None
     # requests whose every token the previous version makes
     pinned_to_previous: int = 0
+    # equal on servers whose ranks hold the same tensors in the same layout
+    layout: str = ""
 
 
 # state of an intact group in ``StagingStatus.groups``
@@ -212,6 +224,7 @@ class State(PauseStatus, frozen=True, kw_only=True):
     digest: str | None
     previous_version: str | None
     pinned_to_previous: int = 0
+    layout: str = ""
     staging: StagingStatus
     # the default covers servers without a memory saver
     memory: MemoryStatus = MemoryStatus()
@@ -229,6 +242,8 @@ class Status(State, frozen=True, kw_only=True):
     # an inactive server answers ``Inactive`` instead
     active: bool = True
     role: Role = "both"
+    # why the server takes no new requests: its fleet serves another version
+    behind: str | None = None
     capabilities: Capabilities
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 
@@ -303,6 +318,27 @@ class Begun(Answer, frozen=True, kw_only=True):
     success: bool = True
     message: str
     session_id: str
+
+
+class RankSaved(Answer, frozen=True, kw_only=True):
+    """The files of one rank. ``digest`` is as in a receipt."""
+
+    tp_rank: int
+    pp_rank: int
+    digest: str
+    bytes: int
+
+
+class Saved(Answer, frozen=True, kw_only=True):
+    """The served weights are in the folder ``path``, one set of files for each rank."""
+
+    success: bool = True
+    message: str
+    path: str
+    weight_version: str
+    seconds: float
+    bytes: int
+    ranks: tuple[RankSaved, ...]
 
 
 # ---- pauses and memory ----------------------------------------------------------------

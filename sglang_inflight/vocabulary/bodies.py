@@ -38,6 +38,8 @@ DigestText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 DEFAULT_GROUP = "weight_update_group"
 # a load_format: positions and values of a tensor's changed elements
 SPARSE = "sparse"
+# a load_format: the weights that another server serves, as it has saved them
+SERVED = "served"
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +75,40 @@ class WaitBody(Body, kw_only=True):
 
     def __post_init__(self) -> None:
         check_version(self.weight_version)
+
+
+class SaveBody(Body, kw_only=True):
+    """Write the served weights into the folder ``path``."""
+
+    path: Name
+    expected_version: Name | None = None
+    # of the whole call; None: the setting of updates
+    timeout_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        check_folder(self.path)
+
+
+class DiscardBody(Body, kw_only=True):
+    path: Name
+
+    def __post_init__(self) -> None:
+        check_folder(self.path)
+
+
+class ExpectBody(Body, kw_only=True):
+    """The version that the server's fleet serves. None ends the expectation."""
+
+    weight_version: Version | None = None
+    # of the first rank, as in the status; None: the name is enough
+    digest: DigestText | None = None
+    # refuse the call if the server has committed since this epoch
+    epoch: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
+        if self.digest is not None and self.weight_version is None:
+            raise Refused("digest needs the weight_version that it belongs to")
 
 
 class ContinueBody(Body, kw_only=True):
@@ -301,6 +337,12 @@ def check_version(name: str | None) -> None:
             f"{name[:40]!r} has {len(name)}"
             + ("" if name.isprintable() else ", some of them not printable")
         )
+
+
+def check_folder(path: str) -> None:
+    """Raise ``Refused`` for a path that depends on the server's own folder."""
+    if not path.startswith("/"):
+        raise Refused(f"path {path[:200]!r} must be absolute: several ranks and servers use it")
 
 
 def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:

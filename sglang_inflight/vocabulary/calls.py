@@ -13,12 +13,14 @@ from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
     Deferred,
+    Expected,
     Grant,
     Inactive,
     MemoryMoved,
     NamelessGrant,
     Receipt,
     Release,
+    Saved,
     Served,
     StagedSoFar,
     Status,
@@ -30,9 +32,11 @@ from sglang_inflight.vocabulary.bodies import (
     BeginBody,
     Body,
     ContinueBody,
+    DiscardBody,
     DiskBody,
     DistributedBody,
     EndBody,
+    ExpectBody,
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
@@ -44,6 +48,7 @@ from sglang_inflight.vocabulary.bodies import (
     ReleaseMemoryBody,
     ResumeMemoryBody,
     RollbackBody,
+    SaveBody,
     SealBody,
     TensorBody,
     UnloadAdapterBody,
@@ -284,6 +289,40 @@ _ROWS = (
         Return to the version before the last commit.
 
         Raises ``Conflict`` if another version than ``expected_version`` is serving.
+        """,
+    ),
+    Call(
+        name="save_served_weights",
+        path="/inflight/save",
+        body=SaveBody,
+        answers=(Saved,),
+        positional=("path",),
+        doc="""
+        Write the served weights into the folder ``path``, while requests run on.
+
+        Another server of the same layout loads them with
+        ``update_weights_from_disk(path, load_format="served")``. Raises ``Conflict`` if the served
+        version is not ``expected_version``, or changes meanwhile.
+        """,
+    ),
+    Call(
+        name="discard_saved_weights",
+        path="/inflight/discard",
+        body=DiscardBody,
+        positional=("path",),
+        doc="Delete what ``save_served_weights`` has written into the folder ``path``.",
+    ),
+    Call(
+        name="expect_version",
+        path="/inflight/expect",
+        body=ExpectBody,
+        answers=(Expected,),
+        positional=("weight_version",),
+        doc="""
+        Tell the server which version its fleet serves. None ends the expectation.
+
+        While the server serves another version, or other weights than ``digest``, it is not ready
+        and refuses new requests with ``Behind``.
         """,
     ),
     Call(

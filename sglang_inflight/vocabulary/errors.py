@@ -102,6 +102,10 @@ class Rejected(RetryLater):
     """A held pause rejects new requests."""
 
 
+class Behind(RetryLater):
+    """The server's fleet serves another version."""
+
+
 class Exhausted(Refused):
     """A process of the server has reached its limit of file descriptors. Call again later."""
 

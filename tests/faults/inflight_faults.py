@@ -33,6 +33,7 @@ def install() -> None:
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.release import MemoryRelease
     from sglang_inflight.scheduler.update.jobs import Jobs
+    from sglang_inflight.scheduler.update.served.files import NewFile
 
     nodes.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", nodes.WAIT_S))
     nodes.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", nodes.SILENCE_S))
@@ -46,6 +47,7 @@ def install() -> None:
         (Boundary.flush, flush),
         (MemoryRelease.copy_for, copy),
         (PageSaver.pause, saver),
+        (NewFile.write, write),
     ):
         target = f"{method.__module__}.{method.__qualname__}"
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -85,6 +87,11 @@ def copy(copy_for: Callable[..., Any], memory_release: Any, prepared: Any) -> An
 def saver(pause: Callable[..., Any], pages: Any, tag: str) -> Any:
     fail("saver", None)
     return pause(pages, tag)
+
+
+def write(write_now: Callable[..., None], file: Any, content: Any) -> None:
+    fail("write", None)
+    write_now(file, content)
 
 
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:

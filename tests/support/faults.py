@@ -10,10 +10,10 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last five can only raise: a commit's flush after the swap; and, outside updates, SGLang's
-# handler of /slow_down, the copy of memory before its release, the release, and a tokenizer
-# worker's handling of a state
-Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver", "news"]
+# these can only raise: a commit's flush after the swap; and, outside updates, SGLang's handler of
+# /slow_down, the copy of memory before its release, the release, and a tokenizer worker's handling
+# of a state. The last one, a write to a saved file, hears of no drop
+Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver", "news", "write"]
 # "hang" checks whether the update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 

@@ -56,6 +56,7 @@ class Rank:
             device=CPU,
             rate_limit=RateLimit(0, lambda: False),
             check_finite=True,
+            layout={},
         )
         self._previous: Any = None
         self._is_marked = False

@@ -103,6 +103,7 @@ class Rank:
             device=CPU,
             rate_limit=RateLimit(0, lambda: False),
             check_finite=True,
+            layout={},
         )
 
     def receive(self, handles: dict[str, str]) -> int:

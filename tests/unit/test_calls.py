@@ -10,10 +10,12 @@ import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
 from sglang_inflight.frontend.admission import Admission
+from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
@@ -24,11 +26,18 @@ from sglang_inflight.vocabulary.calls import TABLE, Call
 
 def handlers() -> dict[str, tuple[Handler, Handler]]:
     """Each call's handler, and the one of transparent mode."""
-    classes: tuple[Any, ...] = (Pauses, Updates, Memory, Groups, Adapters, Admission)
-    objects = [each.__new__(each) for each in classes]
+    classes: dict[str, Any] = {
+        "pauses": Pauses,
+        "updates": Updates,
+        "memory": Memory,
+        "groups": Groups,
+        "adapters": Adapters,
+        "admission": Admission,
+        "saves": Saves,
+        "fleet_version": FleetVersion,
+    }
+    by_class: Any = {name: each.__new__(each) for name, each in classes.items()}
     nothing: Any = SimpleNamespace()
-    names = ("pauses", "updates", "memory", "groups", "adapters", "admission")
-    by_class = dict(zip(names, objects, strict=True))
     direct = direct_handlers(nothing, **by_class, ask_status=nothing)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct

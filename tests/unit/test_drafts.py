@@ -73,6 +73,7 @@ class Rank:
             device=torch.device("cpu"),
             rate_limit=RateLimit(0, lambda: False),
             check_finite=True,
+            layout={},
         )
         self.digest: str | None = None
 

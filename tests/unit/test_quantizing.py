@@ -308,6 +308,7 @@ class Rank:
             device=torch.device("cpu"),
             rate_limit=UNLIMITED,
             check_finite=True,
+            layout={},
         )
 
     def update(

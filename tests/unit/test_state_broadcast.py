@@ -35,6 +35,7 @@ FIRST = ServerState(
     adapter_versions=(),
     rejects=False,
     hollow=False,
+    behind=None,
     forgotten=0,
     adapters=(),
     reloadable=(),

@@ -37,7 +37,15 @@ from sglang_inflight.vocabulary.bodies import (
 )
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
-from tests.support.front_end import NAMES, NO_ADAPTERS, NO_ADMISSION, NO_STATUS, FrontEnd
+from tests.support.front_end import (
+    NAMES,
+    NO_ADAPTERS,
+    NO_ADMISSION,
+    NO_FLEET,
+    NO_SAVES,
+    NO_STATUS,
+    FrontEnd,
+)
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
 from tests.unit.fakes import ALL, SETTINGS, Play
@@ -60,6 +68,8 @@ class TransparentPlay(Play):
             self.groups,
             NO_ADAPTERS,
             NO_ADMISSION,
+            NO_SAVES,
+            NO_FLEET,
             NO_STATUS,
         )
         self.handlers = Transparent(

@@ -205,6 +205,11 @@ class OpenUpdate:
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
         self.quantized.update(staged[0].quantized)
+        saved = {rank.saved for rank in staged}
+        if len(saved) > 1:
+            raise Refused("the ranks have read different saves: the folder was written meanwhile")
+        if (one := saved.pop()) is not None:
+            self.weight_version = self.weight_version or one.weight_version
 
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)

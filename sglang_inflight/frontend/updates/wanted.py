@@ -11,6 +11,7 @@ import msgspec
 from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.messages import (
+    SERVED,
     SPARSE,
     AskedDigests,
     DiskSource,
@@ -18,6 +19,7 @@ from sglang_inflight.messages import (
     IPCSource,
     KVPolicy,
     Selector,
+    ServedFolderSource,
     Source,
     SparseFolderSource,
     TensorSource,
@@ -47,6 +49,8 @@ def source_of(body: UpdateBody) -> Source:
 def _(body: DiskBody) -> Source:
     if body.load_format == SPARSE:
         return SparseFolderSource(model_path=body.model_path)
+    if body.load_format == SERVED:
+        return ServedFolderSource(model_path=body.model_path)
     return DiskSource(model_path=body.model_path, load_format=body.load_format)
 
 
@@ -176,7 +180,7 @@ class Wanted:
             is_upstreams_piece=isinstance(body, TensorBody | DistributedBody)
             and not body.non_blocking,
             on_busy=body.on_busy,
-            selector=body.selector,
+            selector=_selector_of(body, source),
             partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
@@ -189,6 +193,20 @@ class Wanted:
             digests=_digests_of(body),
             expected_digest=body.expected_digest,
         )
+
+
+def _selector_of(body: UpdateBody, source: Source) -> Selector | None:
+    """Return the body's selector. Raises ``Refused`` if it or a digest is out of place."""
+    if not isinstance(source, ServedFolderSource):
+        return body.selector
+    if body.selector not in (None, "all"):
+        raise Refused(f"selector {body.selector!r}: load_format {SERVED!r} brings all models")
+    if body.partial or _digests_of(body) is not None:
+        raise Refused(
+            f"load_format {SERVED!r} brings all weights, and has digests of its own: leave out "
+            "partial, expected_digests, expected_digest and received_digest"
+        )
+    return "all"
 
 
 def _digests_of(body: UpdateBody) -> AskedDigests | None:

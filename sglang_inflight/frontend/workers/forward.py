@@ -52,6 +52,7 @@ HERE = frozenset(
         "/inference/v1/generate",
         "/skyrl/v1/generate",
         "/inflight/wait",
+        "/ready",
         "/detokenize",
         "/abort_requests",
         "/liveness",

@@ -52,6 +52,8 @@ class ServerState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rejects: bool
     # weights are missing, so workers answer requests with 503
     hollow: bool
+    # why the server is behind its fleet, so workers answer new requests with 503
+    behind: str | None
     # count of cache clears of preprocessed images
     forgotten: int
     # loaded adapters, and evicted ones that requests may reload

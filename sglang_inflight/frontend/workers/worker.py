@@ -140,6 +140,7 @@ class Worker:
         if before.paused and not state.paused:
             keep(tokenizer_manager.asyncio_tasks, admit_requests(tokenizer_manager))
         self._frontend.is_hollow = state.hollow
+        self._frontend.fleet_version.why_behind = state.behind
         self._frontend.admission.owner_rejects = state.rejects
         self._adapters.replace_all(state.adapters)
         refs = map(as_sglangs, state.reloadable)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,9 +98,14 @@ class MemoryRelease:
         live: LiveWeights,
         answers: AnswerChannel,
         *,
+        stop_saving: Callable[[str], None],
         require_update: bool,
     ) -> None:
-        """``require_update``: serve no request from the weights loaded at start."""
+        """``require_update``: serve no request from the weights loaded at start.
+
+        ``stop_saving`` gives up a save of the weights, and returns when nobody reads them.
+        """
+        self._stop_saving = stop_saving
         self._scheduler = scheduler
         self._boundary = boundary
         self._pause = pause
@@ -175,6 +180,7 @@ class MemoryRelease:
         self._answer(call, moved, started)
 
     def _release_memory(self, prepared: _Prepared, moved: dict[str, int]) -> None:
+        self.leave_weights(prepared.events)
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
         trim(self._device)
@@ -350,6 +356,11 @@ class MemoryRelease:
         self._update_hold()
         if was_frozen and self._pause.state is PauseState.RUNNING:
             self._answers.send_generation_continues()
+
+    def leave_weights(self, tags: Iterable[str]) -> None:
+        """Have no other thread read the weights if ``tags``, about to be released, have them."""
+        if WEIGHTS in tags:
+            self._stop_saving("the weights' memory is released")
 
     # ---- another writer ----------------------------------------------------------------
 

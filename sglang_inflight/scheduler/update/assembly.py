@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import torch
@@ -21,6 +21,8 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
+from sglang_inflight.scheduler.update.served.layout import find_layout
+from sglang_inflight.scheduler.update.served.saving import Saving, why_not_saved
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -44,6 +46,13 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import ServerArgs
 
 
+class Parts(NamedTuple):
+    staging: Staging
+    saving: Saving
+    # of this rank, see ``served/layout.py``
+    layout: dict[str, str]
+
+
 def make_staging(
     scheduler: ReservingScheduler,
     boundary: Boundary,
@@ -54,8 +63,8 @@ def make_staging(
     can: Capabilities,
     *,
     is_busy: Callable[[], bool],
-) -> Staging:
-    """Build ``Staging`` on the scheduler's thread, before the staging thread's first job.
+) -> Parts:
+    """Build the parts on the scheduler's thread, before the staging thread's first job.
 
     ``is_busy`` says, to any thread, whether requests run. ``can`` has the arguments' rows, and
     ``Staging.can`` the models' too.
@@ -83,6 +92,7 @@ def make_staging(
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
             model.prepare_to_finish()
     device = next(models[0].runner.model.parameters()).device
+    layout = find_layout(models, device, scheduler.server_args)
     if settings.proof == "start":
         can = _prove(models, device, can)
     nbytes = sum(model.nbytes for model in models)
@@ -129,8 +139,29 @@ def make_staging(
         device=device,
         rate_limit=rate_limit,
         check_finite=settings.check_finite,
+        layout=layout,
     )
-    return Staging(
+    saving = Saving(
+        models,
+        live,
+        answers,
+        layout,
+        device=device,
+        why_not=why_not_saved(can.stage),
+        loads_are_known=settings.require_update,
+        make_worker=lambda: StagingWorker(
+            answers,
+            device,
+            settings.stage_nice,
+            lambda: [*streams_of(scheduler), *([worker.stream] if worker.stream else [])],
+            name="inflight-saving",
+        ),
+        # requests run meanwhile in every mode
+        rate_limit=RateLimit(
+            choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
+        ),
+    )
+    staging = Staging(
         jobs,
         worker,
         groups,
@@ -143,6 +174,7 @@ def make_staging(
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         can=can,
     )
+    return Parts(staging, saving, layout)
 
 
 def _is_written_over_rdma() -> bool:

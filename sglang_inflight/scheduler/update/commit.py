@@ -56,7 +56,10 @@ class Commits:
         turns: Turns,
         contracts: Contracts,
         metrics: Metrics,
+        layout: str,
     ) -> None:
+        """``layout`` names this rank's layout of the weights, for the status."""
+        self._layout = layout
         self._boundary = boundary
         self._staging = staging
         self._live = live
@@ -119,6 +122,7 @@ class Commits:
             digest=self._live.digest,
             previous_version=self._live.previous.version if self._live.previous else None,
             pinned_to_previous=self._turns.count_of_previous(),
+            layout=self._layout,
         )
 
     def require_recomputable(self) -> None:

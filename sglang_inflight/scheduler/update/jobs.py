@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_inflight.messages import (
+    SERVED,
     AskedDigests,
     DiskSource,
     DistributedSource,
     GPUMemorySource,
     IPCSource,
+    LoadedSource,
     Opened,
     Selector,
+    ServedFolderSource,
     Source,
     SparseFolderSource,
     Staged,
@@ -35,6 +38,7 @@ from sglang_inflight.scheduler.update.finished.finished_model import FinishedMod
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.served.loading import load_served
 from sglang_inflight.scheduler.update.shadowed_model import (
     ShadowedModel,
     why_forwards_forbid,
@@ -97,7 +101,10 @@ class Jobs:
         device: torch.device,
         rate_limit: RateLimit,
         check_finite: bool,
+        layout: Mapping[str, str],
     ) -> None:
+        """``layout`` is this rank's, see ``served/layout.py``."""
+        self._layout = layout
         self._models = list(models)
         self._shadows = shadows
         self._groups = groups
@@ -168,8 +175,12 @@ class Jobs:
         Raise ``Altered`` with the tensors' names if they come with other ``digests`` than expected.
         """
         update.check()
+        if isinstance(source, ServedFolderSource):
+            return self._fill_as_served(update, source)
         if digests is not None:
             self._refuse_digests_in_place(update)
+        if update.served_digest is not None:
+            raise Refused(f"load_format {SERVED!r} brings all weights: nothing may come after it")
         started = time.perf_counter()
         staged = [model for model in self._models if model.role in update.roles]
         models = self._select(staged, selector)
@@ -212,6 +223,42 @@ class Jobs:
             bytes=nbytes,
             quantized=dict(quantized),
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
+        )
+
+    def _fill_as_served(self, update: Update, source: ServedFolderSource) -> Staged:
+        """Take in all weights of this rank as another server serves them."""
+        if update.tensors or update.roles != self._all_roles:
+            raise Refused(
+                f"load_format {SERVED!r} brings all weights of all models: it needs an update of "
+                'its own, or a session begun with selector "all" and without other tensors'
+            )
+        started = time.perf_counter()
+
+        def count(tensor: torch.Tensor) -> None:
+            update.tensors += 1
+            update.bytes += tensor.nbytes
+
+        loaded = load_served(
+            source,
+            self._models,
+            self._weights(self._all_roles),
+            self._layout,
+            in_place=self._mode_of(update) is StagingMode.OFF,
+            count=count,
+            check=update.check,
+            rate_limit=self._rate_limit,
+        )
+        update.served_digest = loaded.digest
+        update.loaded |= update.roles
+        for model in self._models:
+            # whatever its checkpoint brings
+            update.names.setdefault(model.role, set()).update(model.served)
+        update.add_digests(None)
+        staged_s = time.perf_counter() - started
+        self._metrics.observe_load(source, staged_s)
+        self._metrics.staged_bytes.inc(loaded.bytes)
+        return Staged(
+            staged_s=staged_s, tensors=loaded.tensors, bytes=loaded.bytes, saved=loaded.saved
         )
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
@@ -262,6 +309,11 @@ class Jobs:
                     model.keep_weights_not_in_checkpoints(update.check)
             form.close()
         digest = self._read_through(update, shadowed, whole)
+        if update.served_digest not in (None, digest):
+            raise Refused(
+                f"the weights staged as another server serves them have the digest {digest}, and "
+                f"that server serves {update.served_digest}"
+            )
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
         # requests were served since the update's begin
@@ -373,7 +425,7 @@ class Jobs:
         self,
         models: list[ShadowedModel],
         update: Update,
-        source: Source,
+        source: LoadedSource,
         arrivals: Arrivals,
     ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
         """Yield each model with the tensors of one loader call, in the order of the calls.

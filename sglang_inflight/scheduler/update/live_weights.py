@@ -54,13 +54,19 @@ class DeviceSwap:
 
 
 class LiveWeights:
-    """State of one rank's live weights. Only the scheduler's thread touches this object."""
+    """State of one rank's live weights. Only the scheduler's thread writes this object.
+
+    A thread that saves the weights reads ``exchanges``, ``weights``, ``why_not_served`` and
+    ``swapped`` (``served/copying.py``). The interpreter replaces each one at once.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         # number of the served contents: a commit begins a new one, a rollback returns to one
         self.weights = 0
         self._newest = 0
+        # odd while an exchange is being made, or the previous version is in place
+        self.exchanges = 0
         # digest of all live weights; None if unknown
         self.digest: str | None = None
         # why the weights are partially written, or None; only in the mode "off"
@@ -161,11 +167,12 @@ class LiveWeights:
         ``base`` is the label of the weights live until now. ``returns_to`` is the version of a
         rollback. ``missing`` counts the elements of hollow weights not sent by any update so far.
         """
-        swapped, before = self._swap(swap), self.weights
-        if returns_to is None:
-            self._begin_weights()
-        else:
-            self.weights = returns_to.weights
+        with self._exchanging():
+            swapped, before = self._swap(swap), self.weights
+            if returns_to is None:
+                self._begin_weights()
+            else:
+                self.weights = returns_to.weights
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         self._reset_made()
         if self.hollow is None and self.is_named:
@@ -188,13 +195,23 @@ class LiveWeights:
 
         No update is open, so the staging thread neither reads the weights nor writes the shadow.
         """
-        self._swap(previous.swap)
-        self._reset_made()
+        with self._exchanging():
+            self._swap(previous.swap)
+            self._reset_made()
+            try:
+                yield
+            finally:
+                self._swap(previous.swap)
+                self._reset_made()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Tell readers on other threads that the weights' memory holds another version."""
+        self.exchanges += 1
         try:
             yield
         finally:
-            self._swap(previous.swap)
-            self._reset_made()
+            self.exchanges += 1
 
     def _begin_weights(self) -> None:
         self._newest += 1

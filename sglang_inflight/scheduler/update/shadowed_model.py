@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from sglang_inflight.messages import (
     OF_CHECKPOINT,
     DiskSource,
     DistributedSource,
-    Source,
+    LoadedSource,
     TensorSource,
     is_sparse,
 )
@@ -32,7 +32,11 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Write,
     without_threads,
 )
-from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
+from sglang_inflight.scheduler.update.checks.put_to_use import (
+    PutToUse,
+    find_put_to_use,
+    find_refreshed,
+)
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
     why_not_loaded,
@@ -40,7 +44,12 @@ from sglang_inflight.scheduler.update.checks.stageable import (
     why_stale,
 )
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks, TiedHead
-from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.finished.finished_model import (
+    FinishedModel,
+    served_numbers,
+    served_of,
+)
+from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
@@ -70,7 +79,7 @@ from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import Proof
-from sglang_inflight.vocabulary.errors import Refused, Unproven, describe, list_names
+from sglang_inflight.vocabulary.errors import Conflict, Refused, Unproven, describe, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -119,6 +128,8 @@ class ShadowedModel:
         self._tied = TiedHead()
         # memory of the weights written by this update
         self._written: set[int] = set()
+        # names of what the loader has written besides weights, in any update
+        self._derived_by_loads: set[str] = set()
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
         self.derived: str | None = None
 
@@ -298,6 +309,87 @@ class ShadowedModel:
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
+    # ---- served tensors, saved and loaded as they are ---------------------------------
+
+    def served_tensors(self, owners: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+        """Return the name and the served tensor of all that an update's digest covers.
+
+        ``owners`` are the rank's models before this model. Raises ``Refused`` if SGLang has
+        finished the model in a way that is not known.
+        """
+        model = self.runner.model
+        if self._recipe is not None:
+            found = served_of(model, self._recipe, owners)
+            within = without_views(found)
+            return [(str(place), t) for place, t in found.items() if within[place] == place]
+        if self.finishes and self.unproven is None:
+            raise Conflict(
+                f"SGLang has finished the {self.role} model after loading it, and no update has "
+                "shown yet what that makes: SGLANG_INFLIGHT_PROOF=start finds it out at the start"
+            )
+        if (reason := why_not_shadowed(model)) is not None:
+            raise Refused(
+                f"weights of the {self.role} model cannot be exchanged with another server as they "
+                f"are: {self.unproven or reason}"
+            )
+        return list(weights_of(model))
+
+    def served_numbers(self) -> dict[Place, Number] | None:
+        """Return the served numbers that finishing makes; None if it makes none."""
+        return served_numbers(self.runner.model, self._recipe) if self._recipe else None
+
+    def refuse_underivable(self, check: Callable[[], None], *, loads_are_known: bool) -> None:
+        """Raise ``Refused`` if the served model has what its loader computed besides weights.
+
+        Another server takes the weights without a loader, and recomputes what ``refresh_derived``
+        knows. So the loader runs on tensors without memory, and its writes are followed.
+        ``loads_are_known``: updates have brought all weights, and their writes were followed.
+        """
+        if self._recipe is not None:
+            return
+        with AbandonableThread(check) as thread:
+            stored, _ = thread.do(self._read_checkpoint)
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        model = self.runner.model
+        found = find_put_to_use(model, shapes, next(model.parameters()).dtype)
+        derived = found.derived | self._derived_by_loads
+        if derived and (derived := derived - find_refreshed(model)):
+            raise Refused(
+                f"the {self.role} model's loader computes {list_names(sorted(derived))} besides "
+                "the weights, and another server could not"
+            )
+        if not loads_are_known and (not shapes or found.weights_left_out is None):
+            raise Refused(
+                f"nothing shows whether the {self.role} model's loader computes something besides "
+                "the weights: its checkpoint is not on this machine in safetensors, or its loader "
+                "cannot be followed"
+            )
+
+    def take_served(self, weight: Weight, new: torch.Tensor) -> None:
+        """Stage ``new``, of the layout of ``weight``, for all of it, past the model's loader."""
+        assert self._form is not None
+        if isinstance(self.shadow, FinishedModel):
+            self.shadow.take_served({weight.name: new}, {})
+            return
+        self._form.put(weight, new)
+        self._written.add(memory_key(weight.shadow))
+
+    def take_served_numbers(self, numbers: Mapping[str, Number]) -> None:
+        """Stage the numbers that finishing has made, by place. Raises ``Refused`` for others."""
+        if isinstance(self.shadow, FinishedModel):
+            self.shadow.take_served({}, numbers)
+        elif numbers:
+            raise Refused(f"the {self.role} model has no numbers made by finishing")
+
+    def begin_writing_served(self) -> None:
+        """Prepare the live model for tensors that are written past its loader."""
+        assert isinstance(self.shadow, InPlaceModel)
+        if not self.shadow.is_open:
+            # no forward runs any more until the commit
+            self.made_by_forwards.look()
+        self.on_write()
+        self.shadow.open()
+
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update: forget the tensors of the last one.
 
@@ -409,7 +501,7 @@ class ShadowedModel:
 
     def load(
         self,
-        source: Source,
+        source: LoadedSource,
         weights: Weights,
         *,
         takes_all: bool,
@@ -513,6 +605,8 @@ class ShadowedModel:
             self.shadow.finish_complete()
 
     def _before_write(self, write: Write) -> None:
+        if write.target.kind is Kind.DERIVED:
+            self._derived_by_loads.add(write.target.name)
         if write.target.kind is Kind.DERIVED and self._is_sparse:
             raise Refused(
                 f"load_format 'sparse': the model's loader computes {write.target.name!r} from "
@@ -528,7 +622,7 @@ class ShadowedModel:
         assert self._form is not None
         return self._form.leaving_out_nan() if self._is_sparse else nullcontext()
 
-    def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
+    def _load(self, source: LoadedSource, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model
         if isinstance(source, DiskSource) and not isinstance(self.shadow, Shadow):
             # SGLang renames the tensors of some formats when it reads them from disk

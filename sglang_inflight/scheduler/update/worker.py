@@ -77,6 +77,8 @@ class StagingWorker:
         device: torch.device,
         niceness: int,
         streams_in_use: Callable[[], Iterable[Any]],
+        *,
+        name: str = "inflight-staging",
     ) -> None:
         """``streams_in_use`` returns the streams of the loop and its forwards, once it runs."""
         self._answers = answers
@@ -86,7 +88,7 @@ class StagingWorker:
         # made by the thread; the loop may enqueue work on it
         self.stream: Any = None
         self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         self._jobs.put((call, job))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, refresh_derived
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ class PutToUse(NamedTuple):
     tensors: frozenset[str]
     # names of the parameters and buffers not written by the checkpoint; None if unknown
     weights_left_out: frozenset[str] | None
+    # names of the tensors besides weights that the loader writes
+    derived: frozenset[str]
 
 
 def find_put_to_use(
@@ -42,7 +44,12 @@ def find_put_to_use(
     twin = Shadow(model, ShadowParameters(), _NOWHERE)
     twin.begin()
     written: set[str] = set()
-    dataflow = Dataflow(twin.targets(), before_write=lambda write: written.add(write.target.name))
+    derived: set[str] = set()
+
+    def note(write: Write) -> None:
+        (derived if write.target.kind is Kind.DERIVED else written).add(write.target.name)
+
+    dataflow = Dataflow(twin.targets(), before_write=note)
     loader: Any = twin.model
     left_out: frozenset[str] | None = None
     try:
@@ -51,7 +58,18 @@ def find_put_to_use(
         left_out = frozenset(name for name, _, _ in twin.pairs) - written
     except Exception as error:
         logger.debug("The loader's run on tensors without memory ended early: %s", error)
-    return PutToUse(frozenset(dataflow.reached), left_out)
+    return PutToUse(frozenset(dataflow.reached), left_out, frozenset(derived))
+
+
+def find_refreshed(model: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors that ``refresh_derived`` recomputes from the weights."""
+    twin = Shadow(model, ShadowParameters(), _NOWHERE)
+    twin.begin()
+    written: set[str] = set()
+    dataflow = Dataflow(twin.targets(), before_write=lambda write: written.add(write.target.name))
+    with torch.no_grad(), dataflow:
+        refresh_derived(twin.model)
+    return frozenset(written)
 
 
 def _without_memory(

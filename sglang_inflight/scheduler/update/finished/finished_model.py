@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,12 +59,7 @@ class FinishedModel:
         self._form = form
         self._holds_graphs = holds_graphs
         self._raw = RawModel(pristine, live, device, self, rate_limit, recipe)
-        foreign = memory_of(owners)
-        self._served = {
-            place: tensor
-            for place, tensor in tensors_of(live).items()
-            if place in recipe.tensors and memory_key(tensor) not in foreign
-        }
+        self._served = served_of(live, recipe, owners)
         self._within = without_views(self._served)
         self._weights: dict[Place, Weight] = {}
         for place, tensor in self._served.items():
@@ -77,6 +72,7 @@ class FinishedModel:
                 )
                 parameters.add(tensor, staged, is_weight=True)
                 self._weights[place] = Weight(str(place), tensor, staged)
+        self._by_name = {str(place): place for place in (*self._weights, *recipe.numbers)}
         self._taken: set[Place] = set()
         # the served ones at the update's begin, and those that differ from them
         self._numbers: dict[Place, tuple[Any, str, Number]] = {}
@@ -131,13 +127,25 @@ class FinishedModel:
 
     def describe_numbers(self, *, as_staged: bool) -> str:
         """Return the numbers that finishing makes, for a digest: as served, or as staged."""
-        served = {place: found[2] for place, found in numbers_of(self._live).items()}
         staged = {swap.place: swap.other for swap in self.numbers} if as_staged else {}
-        places = sorted(self._recipe.numbers)
-        return "".join(f"{place} {staged.get(place, served.get(place))!r}\n" for place in places)
+        return describe_numbers(served_numbers(self._live, self._recipe) | staged)
 
     def find_derived(self) -> str | None:
         return None
+
+    def take_served(
+        self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]
+    ) -> None:
+        """Stage what another server's finishing has made, by place. Raises as ``take`` does."""
+        places = self._by_name
+        if unknown := sorted((tensors.keys() | numbers.keys()) - places.keys()):
+            raise Refused(f"finishing makes no {unknown[0]!r} here")
+        self.take(
+            Made(
+                {places[name]: tensor for name, tensor in tensors.items()},
+                {places[name]: number for name, number in numbers.items()},
+            )
+        )
 
     def take(self, made: Made) -> None:
         """Stage what was made. Raise ``Refused`` if a commit could not exchange it."""
@@ -174,6 +182,29 @@ class FinishedModel:
                     "model with --disable-cuda-graph"
                 )
             self.numbers.append(NumberSwap(place, owner, attribute, number))
+
+
+def served_of(
+    live: nn.Module, recipe: Recipe, owners: Sequence[nn.Module]
+) -> dict[Place, torch.Tensor]:
+    """Return the served tensors that finishing makes, except those of ``owners``."""
+    foreign = memory_of(owners)
+    return {
+        place: tensor
+        for place, tensor in tensors_of(live).items()
+        if place in recipe.tensors and memory_key(tensor) not in foreign
+    }
+
+
+def served_numbers(live: nn.Module, recipe: Recipe) -> dict[Place, Number]:
+    """Return the served numbers that finishing makes. A missing one is None."""
+    served = {place: found[2] for place, found in numbers_of(live).items()}
+    return {place: served.get(place) for place in recipe.numbers}
+
+
+def describe_numbers(numbers: Mapping[Place, Number]) -> str:
+    """Return what a digest says of ``numbers``."""
+    return "".join(f"{place} {numbers[place]!r}\n" for place in sorted(numbers))
 
 
 def memory_of(models: Sequence[nn.Module]) -> set[int]:

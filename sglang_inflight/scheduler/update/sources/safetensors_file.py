@@ -7,7 +7,7 @@ is small: the header's length in eight bytes, the header in JSON, and the tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -45,6 +45,9 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 8
+
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -73,6 +76,24 @@ class Place:
             # the format does not align tensors
             mine = mine.clone()
         return mine.view(self.dtype).view(self.shape)
+
+
+def write_head(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """Return the bytes before the first tensor, for a file of ``tensors`` in this order.
+
+    Raises ``Refused`` if the format has no name for a dtype.
+    """
+    entries: dict[str, dict[str, object]] = {}
+    at = 0
+    for name, tensor in tensors:
+        if (dtype := _NAMES.get(tensor.dtype)) is None:
+            raise Refused(f"{name!r} is of {tensor.dtype}, for which safetensors has no name")
+        end = at + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 
 class SafetensorsFile(RegularFile):

@@ -1,0 +1,136 @@
+"""Loads weights that another server has saved, without a loader and without finishing.
+
+Into a shadow each tensor goes as it comes, and the seal compares the digest of the whole. Weights
+written in place are read twice: once to prove that they are whole and unaltered, before the first
+write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_inflight.messages import SERVED, SavedVersion, ServedFolderSource
+from sglang_inflight.scheduler.update.finished.places import Number
+from sglang_inflight.scheduler.update.forms import Weight
+from sglang_inflight.scheduler.update.in_place import InPlaceModel
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.served.tensors import parse_number
+from sglang_inflight.scheduler.update.shadow import refresh_derived
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.sources.served_folder import ServedFolder, open_served
+from sglang_inflight.sglang_types import get_parallel
+from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.vocabulary.errors import Refused, shorten
+from sglang_inflight.vocabulary.served import name_of_rank
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came. ``digest`` must be the rank's after the commit."""
+
+    saved: SavedVersion
+    digest: str
+    tensors: int
+    bytes: int
+
+
+def load_served(
+    source: ServedFolderSource,
+    models: Sequence[ShadowedModel],
+    weights: Iterable[tuple[ShadowedModel, Weight]],
+    layout: Mapping[str, str],
+    *,
+    in_place: bool,
+    count: Callable[[torch.Tensor], None],
+    check: Callable[[], None],
+    rate_limit: RateLimit,
+) -> Loaded:
+    """Stage the tensors of ``source``, or write them in place. Raises ``Refused``.
+
+    ``weights``: all of ``models``, in the digest's order. ``count`` gets each tensor.
+    """
+    by_name = {f"{model.role}.{weight.name}": (model, weight) for model, weight in weights}
+    parallel = get_parallel()
+    rank = name_of_rank(parallel.pp_rank, parallel.tp_rank)
+    tensors = nbytes = 0
+    if in_place:
+        _refuse_finished(models)
+    with open_served(source, rank, check) as folder:
+        folder.require_layout(layout)
+        folder.require_tensors({name: weight.live for name, (_, weight) in by_name.items()})
+        numbers = _numbers_of(models, folder.part.numbers)
+        if in_place:
+            _require_digest(folder, by_name, rate_limit, check)
+            for model in models:
+                model.begin_writing_served()
+        for name, tensor, _ in folder.read(rate_limit, check):
+            model, weight = by_name[name]
+            if in_place:
+                for to, of in rate_limit.cut(weight.live.data, tensor):
+                    to.copy_(of)
+            else:
+                model.take_served(weight, _laid_out_as(weight.live, tensor))
+            count(tensor)
+            tensors += 1
+            nbytes += tensor.nbytes
+        for model in models:
+            if in_place:
+                refresh_derived(model.runner.model)
+            else:
+                model.take_served_numbers(numbers[model.role])
+        manifest = folder.manifest
+        saved = SavedVersion(save_id=manifest.save_id, weight_version=manifest.weight_version)
+        return Loaded(saved, folder.saved.digest, tensors, nbytes)
+
+
+def _refuse_finished(models: Sequence[ShadowedModel]) -> None:
+    for model in models:
+        if isinstance(model.shadow, InPlaceModel) and model.shadow.finishes:
+            raise Refused(
+                f"load_format {SERVED!r}: SGLang finishes the {model.role} model after loading, "
+                "and this update is written in place, by SGLang's own steps: send a checkpoint"
+            )
+
+
+def _require_digest(
+    folder: ServedFolder,
+    names: Iterable[str],
+    rate_limit: RateLimit,
+    check: Callable[[], None],
+) -> None:
+    """Raise ``Refused`` unless all tensors together have the rank's digest, in this order."""
+    lines = {name: line for name, _, line in folder.read(rate_limit, check)}
+    digest = Digest()
+    for name in names:
+        digest.add(lines[name])
+    if digest.hexdigest() != folder.saved.digest:
+        raise Refused(
+            f"its tensors have the digest {digest.hexdigest()}, and {folder.saved.digest} was saved"
+        )
+
+
+def _numbers_of(
+    models: Sequence[ShadowedModel], written: Mapping[str, str]
+) -> dict[str, dict[str, Number]]:
+    """Return the numbers that finishing has made, by role and by place."""
+    found: dict[str, dict[str, Number]] = {model.role: {} for model in models}
+    for name, text in written.items():
+        role, _, place = name.partition(".")
+        try:
+            found[role][place] = parse_number(text)
+        except (KeyError, ValueError):
+            raise Refused(
+                f"{shorten(name)!r} is {shorten(text)!r}, and no number of this server's models"
+            ) from None
+    return found
+
+
+def _laid_out_as(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with the strides of ``weight``."""
+    if tensor.stride() == weight.stride():
+        return tensor
+    laid_out = torch.empty_strided(weight.shape, weight.stride(), dtype=tensor.dtype)
+    return laid_out.copy_(tensor)
