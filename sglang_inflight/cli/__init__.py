@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_inflight.cli import local, remote
+from sglang_inflight.cli import fleet, local, remote
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 update = typer.Typer(no_args_is_help=True, help="Change the weights of a running server.")
@@ -23,3 +23,4 @@ app.command("continue")(remote.resume)
 app.add_typer(update, name="update")
 update.command("disk")(remote.update_disk)
 app.command()(remote.rollback)
+app.command()(fleet.fleet)

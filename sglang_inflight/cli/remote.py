@@ -45,9 +45,15 @@ _NOT_REACHED = (
 @contextmanager
 def connect(url: str, api_key: str | None) -> Iterator[Client]:
     """Yield a client. Turn its errors into a message and an exit code."""
+    with exit_codes(url), Client(url, api_key=api_key) as client:
+        yield client
+
+
+@contextmanager
+def exit_codes(url: str) -> Iterator[None]:
+    """Turn a client's errors into a message, for ``url``, and an exit code."""
     try:
-        with Client(url, api_key=api_key) as client:
-            yield client
+        yield
     except InflightError as error:
         typer.echo(str(error), err=True)
         code = 3 if isinstance(error, Conflict) else 1 if isinstance(error, Refused) else 4

@@ -17,6 +17,7 @@ from sglang_inflight.client.changes import Snapshot, changes_since
 from sglang_inflight.client.changes_folder import write_changes
 from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
+from sglang_inflight.client.returning import CaughtUp, FleetTable, VersionUnclear
 from sglang_inflight.client.sender import GroupFailed, Sender
 from sglang_inflight.client.spans import (
     Span,
@@ -28,10 +29,12 @@ from sglang_inflight.client.spans import (
 from sglang_inflight.tensor_digest import digest, digest_of_all, digests
 from sglang_inflight.vocabulary.answers import (
     Begun,
+    Expected,
     Grant,
     MemoryMoved,
     Receipt,
     Release,
+    Saved,
     Served,
     StagedSoFar,
     Status,
@@ -41,10 +44,13 @@ __all__ = [
     "AsyncClient",
     "AsyncFleet",
     "Begun",
+    "CaughtUp",
     "Client",
+    "Expected",
     "Fleet",
     "FleetRefused",
     "FleetSplit",
+    "FleetTable",
     "Grant",
     "GroupFailed",
     "MemoryMoved",
@@ -54,6 +60,7 @@ __all__ = [
     "Receipt",
     "Release",
     "Report",
+    "Saved",
     "Sender",
     "Served",
     "Session",
@@ -61,6 +68,7 @@ __all__ = [
     "Span",
     "StagedSoFar",
     "Status",
+    "VersionUnclear",
     "WrongAnswer",
     "changes_since",
     "cover_exactly",

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
@@ -31,9 +33,19 @@ from sglang_inflight.client.answers import NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.fields import FleetDiskOptions, FleetFields, OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
+from sglang_inflight.client.returning import (
+    CaughtUp,
+    FleetsVersion,
+    FleetTable,
+    VersionUnclear,
+    find_version,
+    make_table,
+    peers_of,
+)
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
+    Expected,
     Grant,
     NewRequests,
     PauseMode,
@@ -42,13 +54,16 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     Status,
 )
-from sglang_inflight.vocabulary.bodies import KVPolicy, OnBusy, Selector
+from sglang_inflight.vocabulary.bodies import SERVED, KVPolicy, OnBusy, Selector
 from sglang_inflight.vocabulary.errors import Conflict, InflightError
 
 logger = logging.getLogger(__name__)
 
 # time for an interrupted commit to finish: half a commit splits the fleet
 INTERRUPTED_S = 10.0
+
+# a trainer may commit while a server catches up, and then it catches up again
+_ROUNDS = 3
 
 # fields of ``update`` that belong to its session
 _OF_SESSION = (
@@ -248,6 +263,171 @@ class AsyncFleet:
             await self._everywhere(report, roll_back, turn)
         _require_one_side(report)
         return report
+
+    # ---- returning servers ---------------------------------------------------------------
+
+    async def table(self, *, weight_version: str | None = None) -> FleetTable:
+        """Return what each server serves, and whether it is behind the fleet.
+
+        The fleet's version is ``weight_version``, or the one of more than half of the servers.
+        Raises nothing: a silent server has a row that says so.
+        """
+        found = await self.status()
+        whys: dict[str, str | None] = {
+            url: str(error) or type(error).__name__ for url, error in found.failures.items()
+        }
+
+        async def ask(server: AsyncClient) -> None:
+            try:
+                whys[server.url] = await server.why_not_ready()
+            except (InflightError, httpx.HTTPError) as error:
+                whys[server.url] = str(error) or type(error).__name__
+
+        await together(ask(server) for server in self.servers if server.url in found.answers)
+        urls = [server.url for server in self.servers]
+        return make_table(urls, found.answers, whys, weight_version)
+
+    async def catch_up(
+        self, folder: str, *, weight_version: str | None = None, keeps_folder: bool = False
+    ) -> Report[CaughtUp]:
+        """Bring the servers that are behind to the fleet's version, without a trainer.
+
+        A server that serves the version saves its weights in a new folder within ``folder``, an
+        absolute path that all servers see, and the others load them. Both go on decoding, and the
+        digests are compared. The new folder is deleted afterwards, unless ``keeps_folder``.
+
+        Servers that are behind are told so first, and take no new requests until they are not.
+        The fleet's version is ``weight_version``, or the one of more than half of the servers that
+        answer and were updated. Raises ``VersionUnclear`` if there is none. The report has every
+        server; those that could not be brought are among its failures.
+        """
+        for left in reversed(range(_ROUNDS)):
+            found = await self.status()
+            version = find_version(found.answers, weight_version)
+            report = Report[CaughtUp]("catch up", failures=dict(found.failures))
+            by_layout = await self._tell(found, version, report)
+            for layout, behind in by_layout.items():
+                await self._bring(
+                    {url: found.answers[url] for url in behind},
+                    peers_of(found.answers, version, layout),
+                    version,
+                    os.path.join(folder, f"served-{uuid.uuid4().hex}"),
+                    report,
+                    keeps_folder=keeps_folder,
+                )
+            if not left or not await self._has_moved_on(version, weight_version, report):
+                break
+        return report
+
+    async def _tell(
+        self, found: Report[Status], version: FleetsVersion, report: Report[CaughtUp]
+    ) -> dict[str, list[str]]:
+        """Tell the servers that are behind. Return them, by layout.
+
+        A server that has committed since its status is not told: all of them would be behind if a
+        trainer's update came in between.
+        """
+        behind = {url for url, s in found.answers.items() if not version.is_served_by(s)}
+        told_before = {url for url, status in found.answers.items() if status.behind is not None}
+
+        async def tell(server: AsyncClient) -> Expected:
+            status = found.answers[server.url]
+            if server.url not in behind:
+                return await server.expect_version(epoch=status.epoch)
+            return await server.expect_version(
+                version.weight_version,
+                digest=version.first_digest(status.layout),
+                epoch=status.epoch,
+            )
+
+        told = Report[Expected]("catch up")
+        await self._everywhere(told, tell, behind | told_before)
+        report.failures |= told.failures
+        by_layout: dict[str, list[str]] = {}
+        for url, status in found.answers.items():
+            if url in behind & told.answers.keys():
+                by_layout.setdefault(status.layout, []).append(url)
+            elif url not in report.failures:
+                report.answers[url] = CaughtUp(
+                    weight_version=status.weight_version, digest=status.digest
+                )
+        return by_layout
+
+    async def _bring(
+        self,
+        behind: dict[str, Status],
+        peers: list[str],
+        version: FleetsVersion,
+        path: str,
+        report: Report[CaughtUp],
+        *,
+        keeps_folder: bool,
+    ) -> None:
+        """Have one of ``peers`` save its weights in ``path``, and the servers ``behind`` load them.
+
+        All servers have the same layout.
+        """
+        why: Exception = Conflict(f"no server of the same layout serves {version.weight_version!r}")
+        peer = None
+        for url in peers:
+            try:
+                await self._client(url).save_served_weights(
+                    path, expected_version=version.weight_version
+                )
+            except (InflightError, httpx.HTTPError) as error:
+                why = error
+            else:
+                peer = url
+                break
+        if peer is None:
+            report.failures |= dict.fromkeys(behind, why)
+            return
+
+        async def load(server: AsyncClient) -> CaughtUp:
+            receipt = await server.update_from_disk(
+                path,
+                load_format=SERVED,
+                # a trainer may have brought it a later version by now
+                expected_version=behind[server.url].weight_version,
+                # and it must not become a piece of the trainer's session
+                on_busy="refuse",
+            )
+            assert isinstance(receipt, Receipt)
+            return CaughtUp(
+                weight_version=receipt.weight_version,
+                digest=receipt.ranks[0].digest,
+                peer=peer,
+                receipt=receipt,
+            )
+
+        try:
+            await self._everywhere(report, load, behind)
+        finally:
+            if not keeps_folder:
+                await self._discard(self._client(peer), path)
+
+    async def _discard(self, server: AsyncClient, path: str) -> None:
+        with anyio.move_on_after(INTERRUPTED_S, shield=True):
+            try:
+                await server.discard_saved_weights(path)
+            except (InflightError, httpx.HTTPError) as error:
+                logger.warning("%s is left behind: %s", path, error)
+
+    async def _has_moved_on(
+        self, version: FleetsVersion, wanted: str | None, report: Report[CaughtUp]
+    ) -> bool:
+        """Return whether the fleet serves another version now, by a trainer's update."""
+        was_brought = any(answer.receipt is not None for answer in report.answers.values())
+        if wanted is not None or not (report.failures or was_brought):
+            return False
+        now = await self.status()
+        try:
+            return find_version(now.answers).weight_version != version.weight_version
+        except VersionUnclear:
+            return False
+
+    def _client(self, url: str) -> AsyncClient:
+        return next(server for server in self.servers if server.url == url)
 
     # ---- how -------------------------------------------------------------------------
 

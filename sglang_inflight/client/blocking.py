@@ -167,6 +167,10 @@ class Client(Blocking[AsyncClient]):
     release_memory = waiting(AsyncClient.release_memory)
     resume_memory = waiting(AsyncClient.resume_memory)
     roll_back = waiting(AsyncClient.roll_back)
+    save_served_weights = waiting(AsyncClient.save_served_weights)
+    discard_saved_weights = waiting(AsyncClient.discard_saved_weights)
+    expect_version = waiting(AsyncClient.expect_version)
+    why_not_ready = waiting(AsyncClient.why_not_ready)
 
 
 class Fleet(Blocking[AsyncFleet]):
@@ -188,3 +192,5 @@ class Fleet(Blocking[AsyncFleet]):
     update_from_disk = waiting(AsyncFleet.update_from_disk)
     session = waiting_block(AsyncFleet.session)
     roll_back = waiting(AsyncFleet.roll_back)
+    table = waiting(AsyncFleet.table)
+    catch_up = waiting(AsyncFleet.catch_up)

@@ -10,7 +10,7 @@ from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
 Phase = Literal[
-    "status", "wait", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"
+    "status", "wait", "pause", "resume", "begin", "stage", "seal", "commit", "roll back", "catch up"
 ]
 
 
