@@ -74,11 +74,21 @@ def test_pause_and_continue_return_answers(answers: dict[str, Any]) -> None:
     assert answers["continue"]["paused"] is False
 
 
-def test_http_app_imported_after_the_engine_has_our_routes(answers: dict[str, Any]) -> None:
-    served = answers["served"]
+def expect_our_routes(served: dict[str, Any]) -> None:
     (holder,) = served["status"]["holders"]
     assert served["paused"]["pause_id"] == holder["pause_id"]
     assert served["continued"]["paused"] is False
+
+
+def test_http_app_imported_after_the_engine_has_our_routes(answers: dict[str, Any]) -> None:
+    expect_our_routes(answers["served"])
+
+
+def test_http_app_imported_before_the_engine_has_our_routes(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path
+) -> None:
+    pool.discard()
+    expect_our_routes(run_script("tests.support.app_before_engine", checkpoints, tmp_path))
 
 
 def test_refused_update_raises(answers: dict[str, Any]) -> None:
