@@ -35,7 +35,6 @@ from sglang_inflight.frontend.hook_guard import (
     wrap_if_active,
 )
 from sglang_inflight.frontend.http.endpoints import decide_request_auth
-from sglang_inflight.frontend.http.late_import import when_imported
 from sglang_inflight.frontend.http.vllm.openai_fields import (
     build_chat_logprobs,
     note_results,
@@ -60,6 +59,7 @@ from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_a
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
+from sglang_inflight.late_import import when_imported
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_context, get_serving
 from sglang_inflight.vocabulary.bodies import Body, NameBody

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_inflight.frontend.http.late_import import when_imported
+from sglang_inflight.late_import import when_imported
 
 
 @pytest.fixture
