@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness.starting import ROOT, end, start
@@ -9,11 +10,17 @@ from harness.starting import ROOT, end, start
 TIMEOUT_S = 200.0
 
 
-def run(folder: Path, example: str, *arguments: str, status: int = 0) -> list[str]:
+def run(
+    folder: Path,
+    example: str,
+    *arguments: str,
+    status: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> list[str]:
     """Run an example to its end, check its exit status, and return the printed lines."""
     log = folder / f"{example}.log"
     with log.open("wb") as sink:
-        process = start(["-m", f"examples.{example}", *arguments], output=sink, cwd=ROOT)
+        process = start(["-m", f"examples.{example}", *arguments], output=sink, env=env, cwd=ROOT)
         try:
             ended = process.wait(TIMEOUT_S)
         finally:
