@@ -8,9 +8,10 @@ TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 PAIRS := $(VENV)/.pairs
+RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo test test-pairs test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
 	test-upstream test-version port lint doctor gpu
 
 # The main job: a real model, four updates in flight, four stories.
@@ -25,6 +26,10 @@ test: $(READY)
 # libibverbs1 has to be there, too.
 test-pairs: $(PAIRS)
 	$(BIN)/python -m pytest tests/pairs
+
+# Servers whose schedulers are actors of a real Ray cluster on this machine.
+test-ray: $(RAY)
+	$(BIN)/python -m pytest tests/on_ray
 
 # Real trainers and routers, whole, on this server. Each has its libraries in an environment of its own.
 test-trl: $(READY) .venv-trl/.ready
@@ -123,6 +128,10 @@ $(PAIRS): $(READY)
 		TransferQueue==0.1.11
 	.venv-verl/bin/pip install --no-deps verl==0.9.1
 	.venv-verl/bin/python -m tests.trainers.verl.two_places
+	touch $@
+
+$(RAY): $(READY)
+	$(BIN)/pip install --quiet 'ray>=2.60'
 	touch $@
 
 $(READY): pyproject.toml setup.py

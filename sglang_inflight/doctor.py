@@ -25,7 +25,7 @@ from sglang_inflight.livepatch import (
     load_series,
     supported_versions,
 )
-from sglang_inflight.plugin import HOOK_LISTS
+from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
 from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
 from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import SourceTree
@@ -177,7 +177,8 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
     SGLang's registry would only log a missing target.
     """
     hooks: list[HookedFunction] = []
-    for name in HOOK_LISTS:
+    # without Ray, SGLang cannot import its launchers on Ray
+    for name in (*HOOK_LISTS, *([RAY_HOOKS] if find_spec("ray") else [])):
         try:
             registered = importlib.import_module(name).HOOKS
         except (Exception, SystemExit) as error:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +167,46 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         if os.environ.get(THREADS) == _own.get(THREADS):
             _own[THREADS] = os.environ[THREADS] = str(threads)
             logger.info("The reference platform computes with %s of %s cores", threads, cores)
+
+
+@dataclass(frozen=True)
+class OnReferencePlatform:
+    """Prepares the process of a scheduler's Ray actor that unpickles it.
+
+    A scheduler's process inherits the launching process' environment, and an actor does not.
+    ``environment``: the launching process' variables for threads and kernels.
+    """
+
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> OnReferencePlatform:
+        names = (*KERNEL_CACHES, *WAITING, THREADS, THREADS_BIND)
+        return cls({name: os.environ[name] for name in names if name in os.environ})
+
+    def __reduce__(self) -> tuple[Callable[..., OnReferencePlatform], tuple[dict[str, str]]]:
+        return _prepare_actor, (dict(self.environment),)
+
+
+def _prepare_actor(environment: dict[str, str]) -> OnReferencePlatform:
+    """Share cores and threads like a scheduler's process, and let SGLang choose a GPU in vain."""
+    import ray
+
+    os.environ.update(environment)
+    if (threads := environment.get(THREADS)) is not None:
+        # OpenMP has read its environment before
+        torch.set_num_threads(int(threads))
+    # SGLang takes the share of this rank's GPU, by the number that Ray gave to it
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    shares = environment.get(THREADS_BIND, "").split("|")
+    if gpus and int(gpus[0]) >= len(shares):
+        os.environ[THREADS_BIND] = _share_cores(int(gpus[0]) + 1)
+    torch.cuda.set_device = _keep_device
+    return OnReferencePlatform(environment)
+
+
+def _keep_device(device: object) -> None:
+    """Stand in for ``torch.cuda.set_device``, which SGLang's actors call on every platform."""
 
 
 def _save_pages() -> None:

@@ -7,7 +7,9 @@ error.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 # modules with a list ``HOOKS``
@@ -18,11 +20,25 @@ HOOK_LISTS = (
     "sglang_inflight.frontend.workers.hooks",
     "sglang_inflight.redaction",
 )
+# hooks on SGLang's launchers in Ray's actors, installed when SGLang imports them
+RAY_HOOKS = "sglang_inflight.ray_hooks"
+_RAY_ENGINE = "sglang.srt.ray.engine"
+
+_is_installed = False
+
+
+def is_installed() -> bool:
+    """Return whether ``install`` has succeeded in this process."""
+    return _is_installed
 
 
 def every_hook() -> Iterator[tuple[str, Any, Any]]:
-    """Yield the target, hook and kind of every hook."""
-    for name in HOOK_LISTS:
+    """Yield the target, hook and kind of every hook, Ray's included."""
+    yield from _hooks_of(*HOOK_LISTS, RAY_HOOKS)
+
+
+def _hooks_of(*lists: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in lists:
         yield from importlib.import_module(name).HOOKS
 
 
@@ -57,21 +73,47 @@ def install() -> None:
 
 def _install() -> None:
     """Install. Every step that can fail comes before the first change to SGLang."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from sglang_inflight.livepatch import apply_series, expect_hook, load_series
+    global _is_installed
+    from sglang_inflight.livepatch import apply_series, load_series
 
     # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
-    hooks = [*every_hook()]
+    hooks = [*_hooks_of(*HOOK_LISTS)]
     from sglang_inflight import messages
     from sglang_inflight.frontend.engine import hooks as engine_hooks
+    from sglang_inflight.late_import import when_imported
     from sglang_inflight.nccl_errors import name_error_handling
 
     name_error_handling()
     messages.make_known()
     apply_series()
     engine_hooks.add_methods()
+    _register(hooks)
+    if _RAY_ENGINE in sys.modules:
+        _register_ray_hooks()
+    else:
+        when_imported(_RAY_ENGINE, _hook_ray)
+    _is_installed = True
+
+
+def _register(hooks: list[tuple[str, Any, Any]]) -> None:
+    """Register hooks for SGLang, which applies them after the last plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_inflight.livepatch import expect_hook
+
     for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)
         expect_hook(target)
+
+
+def _register_ray_hooks() -> None:
+    _register([*_hooks_of(RAY_HOOKS)])
+
+
+def _hook_ray(_: ModuleType) -> None:
+    """Hook SGLang's launchers after their import, which needs Ray and takes its time."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _register_ray_hooks()
+    HookRegistry.apply_hooks()

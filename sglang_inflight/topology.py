@@ -65,3 +65,27 @@ def is_first_of_replica() -> bool:
     """Return whether this rank is the first of its replica, or of its attention DP group."""
     parallel = get_parallel()
     return not any((parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank))
+
+
+class Placement(NamedTuple):
+    """The nodes of a server, as seen by one of its schedulers."""
+
+    has_other_nodes: bool
+    # whether this scheduler is on the front end's node
+    is_with_front_end: bool
+
+
+# set in an actor, because SGLang calls each of Ray's nodes the first
+_on_ray: Placement | None = None
+
+
+def set_placement_on_ray(placement: Placement) -> None:
+    global _on_ray
+    _on_ray = placement
+
+
+def own_placement() -> Placement:
+    if _on_ray is not None:
+        return _on_ray
+    parallel = get_parallel()
+    return Placement(parallel.nnodes > 1, parallel.node_rank == 0)

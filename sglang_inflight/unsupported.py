@@ -28,7 +28,6 @@ ONE_TOKENIZER = (
     "processes that attach to it"
 )
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
-NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
 NO_LOCAL_BROADCAST = (
     "SGLang Inflight does not support --enable-dp-attention-local-control-broadcast together with "
     "elastic expert parallelism, DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER or --pp-size above 1: "
@@ -46,14 +45,10 @@ NO_ROLE_SWITCH = (
 AT_START = (
     ONE_TOKENIZER,
     NO_RUST_SERVER,
-    NO_RAY,
     NO_LOCAL_BROADCAST,
     NO_FIRST_UPDATE,
     NO_ROLE_SWITCH,
 )
-
-# package of SGLang's launchers in Ray's actors
-_RAY = "sglang.srt.ray."
 
 # whether ``launch`` has checked the launch in this context
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
@@ -76,8 +71,7 @@ def launch(
     """
     # only Engine passes a placement_group; the launch of an HTTP server has none
     is_engine = "placement_group" in kwargs
-    is_ray = engine_class.__module__.startswith(_RAY)
-    why = why_not(server_args, is_engine=is_engine, is_ray=is_ray)
+    why = why_not(server_args, is_engine=is_engine)
     with inactive.launching(_decide(why, server_args)):
         was_asked = _is_asked.set(True)
         try:
@@ -117,9 +111,7 @@ def _decide(why: str | None, server_args: ServerArgs) -> str | None:
     return why
 
 
-def why_not(
-    server_args: ServerArgs, *, is_engine: bool = False, is_ray: bool = False
-) -> str | None:
+def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     """Return why a server with these arguments cannot run with us, or None."""
     if is_engine and server_args.tokenizer_worker_num > 1:
         return ONE_TOKENIZER
@@ -128,8 +120,6 @@ def why_not(
     # SGLang does so next; some of its features switch on the flags below
     server_args.resolve_once()
     resolved = cast("ServerArgs", resolved_view(server_args))
-    if resolved.use_ray or is_ray:
-        return NO_RAY
     if resolved.enable_pd_role_switch:
         return NO_ROLE_SWITCH
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux

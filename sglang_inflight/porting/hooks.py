@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_inflight.plugin import HOOK_LISTS
+from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
 from sglang_inflight.porting import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
@@ -60,7 +60,7 @@ def look_at_hooks(tree: SourceTree, ours: SourceTree) -> list[Finding]:
 
 def read_hooks(ours: SourceTree) -> Iterator[tuple[str, Parameters, str]]:
     """Yield the target, our parameters and the kind of every hook, without importing a hook."""
-    for module in HOOK_LISTS:
+    for module in (*HOOK_LISTS, RAY_HOOKS):
         for target, hook, kind in _value(ours, module, "HOOKS"):
             yield target, Parameters.of_node(hook.node), kind
 

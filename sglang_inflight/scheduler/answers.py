@@ -30,7 +30,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.collectives import broadcast_from_first_rank_of_all
 from sglang_inflight.scheduler.nodes import FRAME_BYTES, Relay
 from sglang_inflight.sglang_types import get_parallel
-from sglang_inflight.topology import is_first_of_replica, own_rank
+from sglang_inflight.topology import is_first_of_replica, own_placement, own_rank
 from sglang_inflight.vocabulary.errors import ERRORS, Exhausted, InflightError, Refused
 
 logger = logging.getLogger(__name__)
@@ -109,20 +109,20 @@ class ReplyTransport(Protocol):
 
 
 def find_reply_transport(ipc_name: str) -> ReplyTransport:
-    """Return this rank's transport. Only ranks of the first node can connect to ``ipc_name``.
+    """Return this rank's transport. Only ranks of the front end's node can connect to ``ipc_name``.
 
     With several nodes this is a collective over all ranks of the replica, on the scheduler's
     thread. So the first rank's key reaches the others by SGLang's private connections.
     """
-    parallel = get_parallel()
-    if parallel.nnodes == 1:
+    placement = own_placement()
+    if not placement.has_other_nodes:
         return LocalReplies(ipc_name)
-    group = parallel.world_group
+    group = get_parallel().world_group
     relay: list[str | bytes] = []
     if group.rank == group.ranks[0]:
         relay = [*Relay.start(ipc_name)]
     endpoint, key = broadcast_from_first_rank_of_all(relay)
-    if parallel.node_rank == 0:
+    if placement.is_with_front_end:
         return LocalReplies(ipc_name)
     assert isinstance(endpoint, str)
     assert isinstance(key, bytes)

@@ -1,0 +1,142 @@
+"""Hooks on SGLang's launchers of schedulers in Ray's actors.
+
+They are installed when SGLang imports these launchers, because the import needs Ray. A doctor
+lists the hooks without Ray, so Ray is imported late here.
+
+**Plugins.** SGLang's own launchers, for one replica and for several, create each actor by one
+function. The hook there gives the actor an ``Installation`` (``ray_actors.py``).
+
+**Several replicas.** SGLang 0.5.23 cannot start them on Ray; one hook mends that.
+
+**An actor's death.** SGLang's watchdog ends a server whose scheduler process has died, and does not
+watch actors. The hooks let it watch them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.platforms import current_platform
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_inflight.inactive import why_inactive
+from sglang_inflight.platform import OnReferencePlatform, ReferencePlatform
+from sglang_inflight.ray_actors import Installation, own_node
+from sglang_inflight.scheduler.nodes import describe_this_node
+from sglang_inflight.settings import PREFIX
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import SchedulerInitResult
+    from sglang.srt.server_args import PortArgs
+
+    from sglang_inflight.sglang_types import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# attributes of an actor's ``PortArgs``
+_PLUGIN, _PLATFORM = "inflight_installation", "inflight_platform"
+
+
+def create_with_us(
+    create: Callable[..., Any],
+    pg: Any,
+    bundle_idx: int,
+    gpu_id: int,
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Give a new actor an ``Installation``, unless the server runs without us."""
+    # a copy: other processes of this server unpickle the original
+    port_args = copy.copy(port_args)
+    if isinstance(current_platform, ReferencePlatform):
+        setattr(port_args, _PLATFORM, OnReferencePlatform.of_this_process())
+    if why_inactive() is None:
+        setattr(port_args, _PLUGIN, _describe(pg))
+    return create(pg, bundle_idx, gpu_id, server_args, port_args, *args, **kwargs)
+
+
+def _describe(group: Any) -> Installation:
+    from ray.util import placement_group_table
+
+    nodes = placement_group_table(group)["bundles_to_node_id"].values()
+    settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    return Installation(settings, describe_this_node(), own_node(), len({*nodes}) > 1)
+
+
+class WatchedActor:
+    """A scheduler's actor, as SGLang's watchdog sees a process."""
+
+    def __init__(self, loop: Any, actor: Any) -> None:
+        """``loop`` is Ray's reference to the end of the actor's event loop."""
+        self._loop = loop
+        self.pid = f"Ray's actor {actor._actor_id.hex()}"
+        # 0 after a shutdown, 1 if the actor's process or its event loop has failed
+        self.exitcode: int | None = None
+
+    def is_alive(self) -> bool:
+        import ray
+
+        ended, _ = ray.wait([self._loop], timeout=0)
+        if ended and self.exitcode is None:
+            try:
+                ray.get(self._loop)
+                self.exitcode = 0
+            except ray.exceptions.RayError as error:
+                logger.error("%s has failed: %s", self.pid, error)
+                self.exitcode = 1
+        return not ended
+
+
+def watch_actors(
+    launched: tuple[SchedulerInitResult, None], *args: Any, **kwargs: Any
+) -> tuple[SchedulerInitResult, list[WatchedActor]] | None:
+    """Give SGLang's watchdog the actors as the server's scheduler processes."""
+    if why_inactive() is not None:
+        return None
+    result, _ = launched
+    # SGLang keeps the references only there
+    waits = inspect.getclosurevars(result.block_until_scheduler_exits).nonlocals
+    loops = waits["event_loop_refs"]
+    actors: list[Any] = vars(result)["scheduler_actors"]
+    return result, [WatchedActor(*each) for each in zip(loops, actors, strict=True)]
+
+
+def stop_watching(engine: Any) -> None:
+    """Stop SGLang's watchdog before SGLang kills the actors: their deaths are meant."""
+    manager = engine.tokenizer_manager
+    if manager is not None and manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+
+
+def leave_published_arguments(
+    declare: Callable[..., None], server_args: ServerArgs, source: str, **fields: Any
+) -> None:
+    """Mend SGLang's start of several replicas on Ray.
+
+    SGLang declares the rendezvous' address on arguments that it has published, and refuses that
+    itself. The address has no reader in the driver. Each actor gets it as an argument, and declares
+    it on arguments of its own.
+    """
+    if source != "ray.dp_controller" or why_inactive() is not None:
+        declare(server_args, source, **fields)
+
+
+_ENGINE = "sglang.srt.ray.engine"
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_ENGINE}._create_scheduler_actor", create_with_us, HookType.AROUND),
+    (f"{_ENGINE}.RayEngine._launch_scheduler_processes", watch_actors, HookType.AFTER),
+    (
+        "sglang.srt.arg_groups.overrides.declare_resolution",
+        leave_published_arguments,
+        HookType.AROUND,
+    ),
+    (f"{_ENGINE}.RayEngine.shutdown", stop_watching, HookType.BEFORE),
+]
