@@ -1,4 +1,4 @@
-"""A scheduler's actor dies in each phase: the server ends, like one with a dead scheduler process.
+"""A scheduler's actor or its node dies: the server ends, like one with a dead scheduler process.
 
 Each server after the first shows that the cluster takes a new start.
 """
@@ -14,10 +14,18 @@ import pytest
 
 from harness import marker
 from harness.server import Server
-from tests.support.load import ENDLESS, pause, start_running, until
+from tests.support.load import ENDLESS, pause, start_running, until, update
 from tests.support.pool import ServerPool
-from tests.support.ray_cluster import ON_RAY, RayCluster, serve_on_ray
-from tests.support.updates import LIVE, Call, succeed, tensor_body, until_staging
+from tests.support.ray_cluster import ON_RAY, RayCluster, ray_cluster, serve_on_ray
+from tests.support.updates import (
+    LIVE,
+    Call,
+    expect_served,
+    serving,
+    succeed,
+    tensor_body,
+    until_staging,
+)
 
 pytestmark = ON_RAY
 
@@ -103,3 +111,33 @@ def test_server_ends_when_an_actor_dies(
     until("the server has ended", lambda: not server.is_alive())
     until("Ray has ended the other actor", lambda: not cluster.actors())
     assert "crashed with exit code" in server.log_text()
+
+
+@pytest.mark.parametrize("lost", ["actor", "node"])
+def test_two_nodes_serve_again_after_a_loss(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path, lost: str
+) -> None:
+    pool.discard()
+    flags = ("--tp-size", "2", "--nnodes", "2")
+    with ray_cluster(gpus=1) as cluster:
+        second = cluster.add_node(gpus=1)
+        log = tmp_path / "first.log"
+        with serve_on_ray(cluster, checkpoints / "v0", *flags, log=log) as server:
+            running = start_running(server, 2, tokens=ENDLESS)
+            update(server, checkpoints, 1, **LIVE)
+            for generation in running:
+                generation.wait_for_tokens(generation.count + 5)
+            assert {label for _, _, label, _, _ in serving(server)} == {"v1"}
+            if lost == "node":
+                cluster.remove_node(second)
+            else:
+                cluster.actors()[-1].kill()
+            for generation in running:
+                generation.wait_for_end()
+            until("the server has ended", lambda: not server.is_alive())
+            until("Ray has ended the other actor", lambda: not cluster.actors())
+        if lost == "node":
+            cluster.add_node(gpus=1)
+        log = tmp_path / "second.log"
+        with serve_on_ray(cluster, checkpoints / "v0", *flags, log=log) as server:
+            expect_served(server, 0)
