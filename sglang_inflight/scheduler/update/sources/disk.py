@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
@@ -37,6 +38,8 @@ from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 # Formats of SGLang's default loader. Other formats load by other means: they write the live model,
 # fetch from elsewhere, or make weights up.
@@ -152,6 +155,15 @@ class Folder:
         if found.st_size > most:
             raise Refused(f"{name} has {found.st_size} bytes, at most {most} are allowed")
         return True
+
+    def read_json(self, name: str, shape: type[S], most: int) -> S:
+        """Return a JSON file of at most ``most`` bytes. Raise ``Refused`` if it is not there."""
+        if not self.check_size(name, most):
+            raise Refused(f"it has no {name}")
+        try:
+            return msgspec.json.decode(Path(self.path, name).read_bytes(), type=shape)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Refused(f"{name} cannot be read: {shorten(str(error))}") from error
 
 
 @contextmanager

@@ -11,10 +11,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from sglang_inflight.messages import ServedFolderSource
@@ -37,8 +35,6 @@ from sglang_inflight.vocabulary.served import (
 # decoding holds the interpreter; a tensor takes some 100 bytes
 _MOST_MANIFEST_BYTES = 4 << 20
 _MOST_PART_BYTES = 16 << 20
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class SavedTensor(NamedTuple):
@@ -130,7 +126,7 @@ def open_served(
         folder = thread.do(lambda: Folder(source.model_path, named=source.model_path))
         try:
             with naming(folder):
-                read = partial(_read, folder, MANIFEST, Manifest, _MOST_MANIFEST_BYTES)
+                read = partial(folder.read_json, MANIFEST, Manifest, _MOST_MANIFEST_BYTES)
                 manifest: Manifest = thread.do(read)
                 if (saved := manifest.ranks.get(rank)) is None:
                     raise Refused(
@@ -138,18 +134,10 @@ def open_served(
                         f"{list_names([*manifest.ranks])}, and this one is {rank}"
                     )
                 name = part_file(rank)
-                part: RankPart = thread.do(partial(_read, folder, name, RankPart, _MOST_PART_BYTES))
+                read_part = partial(folder.read_json, name, RankPart, _MOST_PART_BYTES)
+                part: RankPart = thread.do(read_part)
                 if part.save_id != manifest.save_id:
                     raise Refused(f"{name} is of another save than {MANIFEST}")
                 yield ServedFolder(folder, thread, rank, manifest, saved, part)
         finally:
             folder.close()
-
-
-def _read(folder: Folder, name: str, shape: type[S], most: int) -> S:
-    if not folder.check_size(name, most):
-        raise Refused(f"it has no {name}")
-    try:
-        return msgspec.json.decode(Path(folder.path, name).read_bytes(), type=shape)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(f"{name} cannot be read: {shorten(str(error))}") from error

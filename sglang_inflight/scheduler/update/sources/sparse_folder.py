@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 import torch
 
 from sglang_inflight.messages import SparseFolderSource
@@ -47,7 +45,9 @@ def read_sparse_folder(
         folder = thread.do(lambda: Folder(source.model_path, named=source.model_path))
         try:
             with naming(folder):
-                manifest = thread.do(lambda: _read_manifest(folder))
+                manifest = thread.do(
+                    lambda: folder.read_json(MANIFEST, Manifest, _MOST_MANIFEST_BYTES)
+                )
                 if manifest.base_version != base_version:
                     raise Conflict(
                         f"base_version in {MANIFEST} is {shorten(manifest.base_version)!r}, but "
@@ -58,15 +58,6 @@ def read_sparse_folder(
                     yield name, tensor.to(device)
         finally:
             folder.close()
-
-
-def _read_manifest(folder: Folder) -> Manifest:
-    if not folder.check_size(MANIFEST, _MOST_MANIFEST_BYTES):
-        raise Refused(f"it has no {MANIFEST}")
-    try:
-        return msgspec.json.decode(Path(folder.path, MANIFEST).read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(f"{MANIFEST} cannot be read: {shorten(str(error))}") from error
 
 
 def _find_files(folder: Folder, manifest: Manifest) -> list[Expected]:
