@@ -97,8 +97,8 @@ $(PAIRS): $(READY)
 	$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda>=0.3.13'
 	touch $@
 
-# What AReaL imports for its trainer, which are few of its dependencies. It reads the version of an
-# installed SGLang, and nothing else of it. 2.3 GB with torch for a CPU; with torch for CUDA, 8 GB.
+# AReaL's trainer imports these alone of its dependencies. It reads the version of an installed
+# SGLang, and nothing else of it. This takes 2.3 GB with torch for a CPU; torch for CUDA takes more.
 .venv-areal/.ready:
 	$(PYTHON) -m venv .venv-areal
 	.venv-areal/bin/pip install --quiet --prefer-binary torch==2.13.0 torchdata==0.11.0 \

@@ -1,4 +1,4 @@
-"""What makes a Ray actor run a scheduler with us (``--use-ray``, ``RayEngine``).
+"""A Ray actor loads us before it makes its scheduler (``--use-ray``, ``RayEngine``).
 
 SGLang loads no plugins in Ray's actors. Ray unpickles an actor's arguments before it makes the
 actor, and ``Installation``, an attribute of the argument ``port_args``, loads them when unpickled.

@@ -43,7 +43,7 @@ class Row(Answer, frozen=True, kw_only=True):
 
 
 class FleetTable(Answer, frozen=True, kw_only=True):
-    """What each server serves. ``weight_version`` is the fleet's; None if it is unclear."""
+    """The versions of all servers. ``weight_version`` is the fleet's; None if it is unclear."""
 
     weight_version: str | None
     why_unclear: str | None = None

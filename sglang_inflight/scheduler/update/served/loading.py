@@ -29,7 +29,7 @@ from sglang_inflight.vocabulary.served import name_of_rank
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came. ``digest`` must be the rank's after the commit."""
+    """The loaded weights. ``digest`` must be the rank's after the commit."""
 
     saved: SavedVersion
     digest: str

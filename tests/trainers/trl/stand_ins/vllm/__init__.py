@@ -1,4 +1,4 @@
-"""What TRL imports of vLLM, for a trainer without CUDA: NCCL's place is taken by gloo.
+"""The parts of vLLM that TRL imports, for a trainer without CUDA: gloo takes NCCL's place.
 
 TRL asks for this package's version, and uses three functions of it with a server. The classes are
 those of an engine in the trainer's own process.
