@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,6 +187,28 @@ def test_fleet_without_a_majority_asks_for_the_version(
 
 
 # ---- a server behind its fleet ----------------------------------------------------------
+
+
+def test_watching_command_brings_a_server_each_time_it_falls_behind(
+    peer: Server, joiner: Server, checkpoints: Path, tmp_path: Path
+) -> None:
+    named = ["--url", peer.url, "--url", joiner.url, "--weight-version", "v1"]
+    words = [*named, "--catch-up", str(tmp_path / "shared"), "--watch", "0.1"]
+    command = Path(sys.executable).with_name("sglang-inflight")
+    log = tmp_path / "watch.log"
+    with log.open("wb") as sink:
+        watching = subprocess.Popen([command, "fleet", *words], stdout=sink, stderr=sink)
+    try:
+        for _ in range(2):
+            until("the joiner is brought", lambda: status(joiner)["weight_version"] == "v1")
+            expect_served(joiner, 1)
+            old = {"model_path": str(checkpoints / "v0"), "weight_version": "v0", **LIVE}
+            succeed(joiner.post(FROM_DISK, {**old, "on_busy": "wait"}))
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(60) == 0, log.read_text()
+    finally:
+        watching.kill()
+        watching.wait()
 
 
 def test_server_behind_its_fleet_takes_no_new_request(joiner: Server, checkpoints: Path) -> None:
