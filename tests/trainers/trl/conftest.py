@@ -49,6 +49,6 @@ def served(
         "float32",
         *(WITH_ADAPTERS if rank else ()),
         log=tmp_path_factory.mktemp("logs") / "server.log",
-        env={"SGLANG_INFLIGHT_VLLM_ROUTES": "1"},
+        env={"SGLANG_INFLIGHT_VLLM_ROUTES": "1", "SGLANG_INFLIGHT_PAUSE_LEASE_S": "30"},
     ) as server:
         yield Served(server, model, rank)

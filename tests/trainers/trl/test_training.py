@@ -15,7 +15,7 @@ import torch
 
 from harness import marker
 from harness.server import Server
-from tests.support.load import ask, until
+from tests.support.load import ask, status, until
 from tests.trainers.trl.conftest import Served
 from tests.trainers.trl.policy import Reference
 from tests.trainers.trl.processes import PATIENCE_S, running
@@ -92,8 +92,7 @@ def test_trainer_killed_in_a_sync_is_replaced_and_trains_on(
         recorder.before(sync, trainer.kill)
         until("the kill", lambda: not recorder.awaits(sync), patience_s=PATIENCE_S)
     assert not (output / "summary.json").exists()
-    # its pause is held, as in vLLM, until somebody resumes
-    ask(served.server, "POST", "/resume")
+    until("its pause ends by the lease", lambda: not status(served.server)["paused"])
     expect_serving(served)
     with running(
         "train.py", tmp_path / "second.log", **settings(served, recorder, output, resume=True)
