@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.platforms import current_platform
+from sglang.srt.utils import is_cpu
 from torch.multiprocessing import reductions, set_sharing_strategy
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import distributed
@@ -107,6 +109,11 @@ class PlatformCPU(PlatformBase):
     def cudart(self) -> Any:
         return None
 
+
+# verl asks for SGLang's own engine for CPUs while it imports SGLang. That engine needs a driver's
+# library. SGLang chooses once, so it chooses before.
+assert current_platform.device_name == "cpu"
+assert not is_cpu()
 
 # verl's default names a backend for the CPU and one for the device, which torch refuses if both
 # are the same
