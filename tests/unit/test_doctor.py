@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import os
@@ -20,7 +21,7 @@ from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
-from sglang_inflight.plugin import every_hook
+from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 from sglang_inflight.scheduler.update import cost
 
@@ -44,11 +45,12 @@ def model(tmp_path: Path) -> Path:
 def test_doctor_checks_every_hook() -> None:
     report = doctor.report()
     assert report.healthy, report.problems
-    # SGLang's launchers on Ray cannot be imported without Ray
+    # without Ray, SGLang's launchers on Ray are neither imported nor hooked
+    lists = (*HOOK_LISTS, *([RAY_HOOKS] if find_spec("ray") else []))
     assert [(hook.target, hook.kind) for hook in report.hooks] == [
         (target, kind.name)
-        for target, _, kind in every_hook()
-        if find_spec("ray") or not target.startswith("sglang.srt.ray.")
+        for name in lists
+        for target, _, kind in importlib.import_module(name).HOOKS
     ]
 
 
