@@ -506,13 +506,7 @@ class AsyncClient:
 
     async def why_not_ready(self) -> str | None:
         """Return why the server takes no new requests (``/ready``), or None if it takes them."""
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                heard = await self._send("GET", "/ready", None, ATTEMPTS)
-        except TimeoutError as error:
-            raise NoAnswer(
-                f"{self.url}/ready did not answer within {self.timeout_s:g} s"
-            ) from error
+        heard = await self._hear("GET", "/ready", attempts=ATTEMPTS)
         return None if heard.response.is_success else say_why(heard)
 
     async def release_memory(
@@ -588,7 +582,22 @@ class AsyncClient:
         attempts: int,
         patience_s: float | None = None,
     ) -> Json:
-        """Send a call and return the answer's body.
+        """Send a call and return the answer's body. Raises as ``_hear`` does."""
+        heard = await self._hear(method, path, body, attempts=attempts, patience_s=patience_s)
+        if path == _STATUS:
+            self._take_note(heard)
+        return read_json(heard)
+
+    async def _hear(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        attempts: int,
+        patience_s: float | None = None,
+    ) -> Reply:
+        """Send a call and return the answer, whatever its status.
 
         Raises ``NoAnswer`` after ``patience_s`` seconds, over all ``attempts``.
         """
@@ -597,12 +606,9 @@ class AsyncClient:
             async with asyncio.timeout(patience_s):
                 if method == "POST" and not self._runs_with_us:
                     await self._require_us()
-                heard = await self._send(method, path, body, attempts)
+                return await self._send(method, path, body, attempts)
         except TimeoutError as error:
             raise NoAnswer(f"{self.url}{path} did not answer within {patience_s:g} s") from error
-        if path == _STATUS:
-            self._take_note(heard)
-        return read_json(heard)
 
     async def _require_us(self) -> None:
         """Raise ``NotOffered`` if the server runs without us.
