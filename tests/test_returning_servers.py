@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from harness import marker
 from harness.server import PLAIN, Server, serve
+from harness.starting import end
 from sglang_inflight.cli import app
 from sglang_inflight.client import Fleet, VersionUnclear
 from tests.support import block_fp8, faults, gemma, mla
@@ -96,14 +96,6 @@ def digests(answer: Mapping[str, Any]) -> list[tuple[int, int, str]]:
     return sorted((rank["pp_rank"], rank["tp_rank"], rank["digest"]) for rank in answer["ranks"])
 
 
-def kill(server: Server) -> None:
-    """End the server with all its processes, as a lost machine does."""
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        process.kill()
-    server.process.kill()
-    server.process.wait()
-
-
 def command(*words: str, urls: list[str]) -> Result:
     named = [word for url in urls for word in ("--url", url)]
     return CliRunner().invoke(app, ["fleet", *named, *words])
@@ -136,7 +128,7 @@ def test_killed_server_comes_back_to_its_fleet_without_a_trainer(
             running = [
                 each for server in (one, two) for each in start_running(server, 2, tokens=ENDLESS)
             ]
-            kill(lost)
+            end(lost.process)
             # the dead server fails, and the others are as they were
             result = command("--catch-up", str(folder), "--json", urls=urls)
             assert result.exit_code == 5, result.output

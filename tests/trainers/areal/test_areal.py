@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from harness import marker
 from harness.server import Server, serve
-from harness.starting import ROOT, on_path
+from harness.starting import ROOT, end, on_path
 from tests.support.load import ask, status, until
 from tests.support.replay import Replay
 from tests.trainers.areal.train import BATCHES, GENERATIONS, VERSIONS, Mode, Order
@@ -117,8 +117,7 @@ def train(python: Path, order: Order) -> int:
         try:
             return process.wait(PATIENCE_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end(process)
 
 
 def order(servers: Servers, model: Path, folder: Path, **more: Any) -> Order:
