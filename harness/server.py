@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +28,10 @@ IN_A_FORK = ("-m", "sglang.launch_server")
 
 # servers started and not yet ended by this process
 RUNNING: list[Server] = []
+
+# the latest ports of this process; a server binds its port before so many others are asked for
+_CLAIMS: collections.deque[socket.socket] = collections.deque()
+_MOST_CLAIMS = 256
 
 
 def for_the_answer(seconds: float) -> httpx.Timeout:
@@ -84,10 +91,24 @@ def free_port() -> int:
     """Return a port that no connection takes before its server binds it, seconds from now.
 
     Kernels hand out ports of the ephemeral range. SGLang picks its own from 22000 up, and with
-    attention DP binds a few more, 233 above a server's port.
+    attention DP binds a few more, 233 above a server's port. Test processes that run at once claim
+    ports from each other, because a test would take the server of another for its own.
     """
-    port: int = get_free_port_below_ephemeral(low=10000, high=20000)
-    return port
+    while True:
+        port: int = get_free_port_below_ephemeral(low=10000, high=20000)
+        # ends with this process, and no file is left
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0sglang-inflight-test-port-{port}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            _CLAIMS.append(claim)
+            if len(_CLAIMS) > _MOST_CLAIMS:
+                _CLAIMS.popleft().close()
+            return port
 
 
 @contextlib.contextmanager

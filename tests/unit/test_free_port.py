@@ -1,0 +1,42 @@
+"""Ports that the harness hands out to servers of tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import harness.server
+from harness.server import free_port
+
+# two ports of the harness's range, in the order in which SGLang would pick them
+FIRST, SECOND = 10007, 10008
+
+CLAIM_THE_FIRST = f"""
+import harness.server
+harness.server.get_free_port_below_ephemeral = lambda **_: {FIRST}
+print(harness.server.free_port(), flush=True)
+input()
+"""
+
+
+def test_port_that_another_test_process_waits_to_bind_is_handed_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", CLAIM_THE_FIRST],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == f"{FIRST}\n"
+        picks = iter([FIRST, SECOND])
+        monkeypatch.setattr(
+            harness.server, "get_free_port_below_ephemeral", lambda **_: next(picks)
+        )
+        assert free_port() == SECOND
+        other.communicate("\n")
+    assert other.returncode == 0
