@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.families import named, tiny
@@ -78,7 +78,7 @@ def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[
     torch.manual_seed(0)
     pristine = construct(runner)
     loaded = MadeByForwards(model).memory_after_loading()
-    limit = RateLimit(0, lambda: False)
+    limit = UNPACED
     return pristine, find_recipe(
         pristine, model, torch.device("cpu"), served.items(), limit, 1 << 40, loaded
     )

@@ -12,14 +12,13 @@ import torch
 from sglang_inflight.client import digest_of_all, digests
 from sglang_inflight.messages import AskedDigests, CommitCall, Failed, OpenCall, RankAnswer
 from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.tensor_digest import CHUNK_BYTES, HostReader
 from sglang_inflight.vocabulary.errors import Altered, Dropped, Refused, Unproven
 from tests.support.ticks import run
 from tests.unit.fakes import WHOLE, Play, committed
 
-UNPACED = RateLimit(0, lambda: False)
 SENT = {f"w{n}": torch.full((2, 3), float(n)) for n in range(12)}
 
 

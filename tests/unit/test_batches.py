@@ -19,7 +19,7 @@ from sglang_inflight.messages import DistributedSource, IPCSource, TensorSource,
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -96,12 +96,12 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             self._shadowed,
-            Shadows(self._shadowed, parameters, RateLimit(0, lambda: False), Budget()),
+            Shadows(self._shadowed, parameters, UNPACED, Budget()),
             groups,
             metrics,
             mode=StagingMode.DEVICE,
             device=CPU,
-            rate_limit=RateLimit(0, lambda: False),
+            rate_limit=UNPACED,
             check_finite=True,
             layout={},
         )

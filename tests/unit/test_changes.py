@@ -29,12 +29,10 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Kind,
     Target,
 )
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.storages import memory_key
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused
-
-UNPACED = RateLimit(0, lambda: False)
 
 
 @pytest.fixture(autouse=True)

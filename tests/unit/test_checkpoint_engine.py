@@ -15,7 +15,7 @@ import zmq
 from torch.multiprocessing.reductions import reduce_tensor
 
 from sglang_inflight.messages import IPCSource
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.vocabulary.errors import Dropped, Refused
 from tests.support.checkpoint_engine import DEVICE, leaves_once_met
@@ -41,7 +41,7 @@ def within_a_minute() -> Callable[[], None]:
 
 
 def batches_of(handles: dict[str, str]) -> Any:
-    return receive_ipc(IPCSource(zmq_handles=handles), CPU, within_a_minute(), RateLimit(0, bool))
+    return receive_ipc(IPCSource(zmq_handles=handles), CPU, within_a_minute(), UNPACED)
 
 
 class Impatient:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
@@ -40,7 +40,7 @@ def weights(start: int = 0) -> Weights:
 def reading(*paths: Path) -> PAIRS:
     kind = read_safetensors if paths[0].suffix == ".safetensors" else read_pickled
     with AbandonableThread(lambda: None) as thread:
-        yield from kind([str(path) for path in paths], thread, RateLimit(0, lambda: False))
+        yield from kind([str(path) for path in paths], thread, UNPACED)
 
 
 def same(found: Weights, expected: Weights) -> bool:

@@ -17,7 +17,7 @@ from sglang_inflight.messages import DIRECT, AskedDigests, Selector
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -66,12 +66,12 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             models,
-            Shadows(models, parameters, RateLimit(0, lambda: False), Budget()),
+            Shadows(models, parameters, UNPACED, Budget()),
             groups,
             metrics,
             mode=mode,
             device=torch.device("cpu"),
-            rate_limit=RateLimit(0, lambda: False),
+            rate_limit=UNPACED,
             check_finite=True,
             layout={},
         )

@@ -19,7 +19,7 @@ from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.storages import memory_key
@@ -27,7 +27,6 @@ from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.unit.finishing import Finish, Finishing
 
 CPU = torch.device("cpu")
-NO_LIMIT = RateLimit(0, lambda: False)
 
 
 def quantize(layer: Any) -> None:
@@ -102,7 +101,7 @@ def found(
 ) -> Recipe:
     loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
     weights = (version or checkpoint(0)).items()
-    return find_recipe(pristine, live, CPU, weights, NO_LIMIT, 1 << 30, loaded)
+    return find_recipe(pristine, live, CPU, weights, UNPACED, 1 << 30, loaded)
 
 
 class Rank:
@@ -123,9 +122,9 @@ class Rank:
         swap = swap_for(CPU)
         self.form: Form
         if form == "changes":
-            self.form = Changes(Recording(Budget(), NO_LIMIT), swap, NO_LIMIT)
+            self.form = Changes(Recording(Budget(), UNPACED), swap, UNPACED)
         else:
-            self.form = WholeCopies(StagingMode.DEVICE, swap, NO_LIMIT)
+            self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED)
         self.shadow = FinishedModel(
             self.pristine,
             self.live,
@@ -134,7 +133,7 @@ class Rank:
             self.form,
             device=CPU,
             storage=CPU,
-            rate_limit=NO_LIMIT,
+            rate_limit=UNPACED,
             holds_graphs=holds_graphs,
             owners=(),
         )

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from sglang_inflight.messages import GPUMemorySource
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import gpu_sharing
 from sglang_inflight.scheduler.update.sources.batches import Layout
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
@@ -28,7 +28,6 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, r
 from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")
-UNLIMITED = RateLimit(0, lambda: False)
 NAMED = {
     "bytes": torch.arange(3, dtype=torch.uint8),
     # begins within an element of its own dtype
@@ -115,7 +114,7 @@ def test_handles_must_match_names_and_dtypes() -> None:
 def test_gpu_memory_on_a_cpu_is_refused() -> None:
     source = GPUMemorySource(names=[], dtypes=[], shapes=[], handles=b"")
     with pytest.raises(Refused, match="needs the trainer and the server on one machine"):
-        list(GPUMemory(CPU).read(source, check, UNLIMITED))
+        list(GPUMemory(CPU).read(source, check, UNPACED))
 
 
 class Driver:
@@ -265,7 +264,7 @@ def test_gpu_memory_of_another_process_is_copied_and_freed(
         keeps_buffer=sizes is not None,
     )
     for _ in range(2 if sizes else 1):
-        copies = {name: tensor.cpu() for name, tensor in there.read(source, check, UNLIMITED)}
+        copies = {name: tensor.cpu() for name, tensor in there.read(source, check, UNPACED)}
         assert all(torch.equal(copies[name], tensor) for name, tensor in NAMED.items())
     trainer.send("write")
     assert trainer.recv() == "written"

@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import BaseReq, msgpack_encode
 from sglang_inflight.messages import Done, Failed, StatusCall
 from sglang_inflight.scheduler import answers
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
@@ -86,7 +86,7 @@ def test_invalid_unicode_in_a_file_name_is_answered(
     def read() -> Any:
         with AbandonableThread(lambda: None) as thread:
             paths = [str(file) for file in tmp_path.iterdir()]
-            return list(read_safetensors(paths, thread, RateLimit(0, lambda: False)))
+            return list(read_safetensors(paths, thread, UNPACED))
 
     expect_failure(thread, wire, read, r"model-\udcff.safetensors")
 

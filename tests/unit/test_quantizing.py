@@ -22,7 +22,7 @@ from sglang_inflight.messages import Staged, TensorSource
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -44,7 +44,6 @@ from tests.unit.fakes import uncounted
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
-UNLIMITED = RateLimit(0, lambda: False)
 BLOCKS: dict[str, Any] = {"weight_block_size": [4, 8]}
 Tensors = dict[str, torch.Tensor]
 
@@ -131,7 +130,7 @@ FORMS = {
 def test_quantization_follows_the_formula(name: str, came: torch.dtype) -> None:
     form = known(FORMS[name])
     weight = random(*form.shape, dtype=came)
-    values, scales = quantized(weight, form, UNLIMITED)
+    values, scales = quantized(weight, form, UNPACED)
     assert (values.dtype, values.shape) == (form.dtype, form.shape)
     assert (scales.dtype, scales.shape) == (form.scale_dtype, form.scale_shape)
     expected_values, expected_scales = straightforward(weight, form)
@@ -143,7 +142,7 @@ def test_quantization_follows_the_formula(name: str, came: torch.dtype) -> None:
 def test_dequantized_weight_is_one_rounding_away(name: str) -> None:
     form = known(FORMS[name])
     weight = random(*form.shape)
-    values, scales = quantized(weight, form, UNLIMITED)
+    values, scales = quantized(weight, form, UNPACED)
     rows, columns = form.block
     scale = scales.double().view(-(-form.shape[0] // rows), -1)
     scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
@@ -164,9 +163,9 @@ def test_pieces_do_not_change_the_quantized_weight(monkeypatch: pytest.MonkeyPat
     """The pieces end inside of blocks."""
     form = known(FORMS["blocks that end outside"])
     weight = random(*form.shape)
-    at_once = quantized(weight, form, UNLIMITED)
+    at_once = quantized(weight, form, UNPACED)
     monkeypatch.setattr(quantizing, "_ELEMENTS_ON_CPU", 3 * form.shape[1])
-    in_pieces = quantized(weight, form, UNLIMITED)
+    in_pieces = quantized(weight, form, UNPACED)
     for one, other in zip(at_once, in_pieces, strict=True):
         assert torch.equal(one.float(), other.float())
 
@@ -181,10 +180,10 @@ def test_stacked_experts_are_quantized_like_each_alone() -> None:
         (3,): (form_of((3, 10, 19), (3,)), form_of((10, 19), ())),
     }
     for shape, (of_all, of_one) in forms.items():
-        values, scales = quantized(stacked, known(of_all), UNLIMITED)
+        values, scales = quantized(stacked, known(of_all), UNPACED)
         assert scales.shape == shape
         for at, expert in enumerate(stacked):
-            alone = quantized(expert, known(of_one), UNLIMITED)
+            alone = quantized(expert, known(of_one), UNPACED)
             assert torch.equal(values[at].float(), alone[0].float())
             assert torch.equal(scales[at], alone[1])
 
@@ -194,7 +193,7 @@ def test_strides_do_not_change_the_quantized_weight() -> None:
     weight = random(*form.shape)
     as_view = weight.t().contiguous().t()
     for one, other in zip(
-        quantized(weight, form, UNLIMITED), quantized(as_view, form, UNLIMITED), strict=True
+        quantized(weight, form, UNPACED), quantized(as_view, form, UNPACED), strict=True
     ):
         assert torch.equal(one.float(), other.float())
 
@@ -204,7 +203,7 @@ def test_zeros_and_tiny_values_stay_finite(name: str) -> None:
     form = known(FORMS[name])
     for value in (0.0, 1e-40):
         weight = torch.full(form.shape, value, dtype=torch.float32)
-        values, scales = quantized(weight, form, UNLIMITED)
+        values, scales = quantized(weight, form, UNPACED)
         assert not values.float().isnan().any()
         assert bool((scales.float() > 0).all())
         assert bool(scales.float().isfinite().all())
@@ -301,12 +300,12 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             [shadowed],
-            Shadows([shadowed], parameters, UNLIMITED, Budget()),
+            Shadows([shadowed], parameters, UNPACED, Budget()),
             groups,
             uncounted(),
             mode=mode,
             device=torch.device("cpu"),
-            rate_limit=UNLIMITED,
+            rate_limit=UNPACED,
             check_finite=True,
             layout={},
         )
@@ -488,7 +487,7 @@ def test_float_for_an_unknown_form_is_refused() -> None:
                 floats(2).items(),
                 is_sparse=False,
                 check_finite=True,
-                rate_limit=UNLIMITED,
+                rate_limit=UNPACED,
                 counts=Counter(),
             )
         )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from sglang_inflight.scheduler.update import rate
-from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
+from sglang_inflight.scheduler.update.rate import Pace, RateLimit, copy_in_pieces
+from tests.support.load import until
 
 PIECE = 1 << 10  # bytes in one go
-RATE = round(PIECE / rate._PIECE_S)
+RATE = Pace(round(PIECE / rate._PIECE_S), 1.0)
+# bytes are next to free
+PYTHON = Pace(1 << 40, 0.25)
+TIME = Pace(math.inf, 0.25)
 
 
 class Clock:
@@ -55,13 +62,15 @@ def test_rate_is_kept_while_requests_run(clock: Clock) -> None:
     for _ in range(640):
         own.spend(PIECE // 10)
     # except a piece at the start and a piece still owed
-    assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * rate._PIECE_S)
+    assert clock.now - began == pytest.approx(
+        640 * (PIECE // 10) / RATE.bytes_per_s, abs=2 * rate._PIECE_S
+    )
     assert min(clock.slept) > rate._SHORTEST_SLEEP_S
 
 
 def test_idle_or_unlimited_rate_does_not_sleep(clock: Clock) -> None:
     RateLimit(RATE, is_busy=lambda: False).spend(1 << 30)
-    RateLimit(0, is_busy=lambda: True).spend(1 << 30)
+    RateLimit(Pace(0, 0.25), is_busy=lambda: True).spend(1 << 30)
     assert clock.slept == []
 
 
@@ -76,7 +85,7 @@ def load(own: RateLimit, clock: Clock, tensors: int, python_s: float) -> float:
 
 
 def test_interpreter_share_limits_small_tensors(clock: Clock) -> None:
-    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    own = RateLimit(PYTHON, is_busy=lambda: True)
     worked = 10_000 * 0.0003
     # except a piece at the start and a piece still owed
     took = load(own, clock, 10_000, 0.0003)
@@ -85,23 +94,64 @@ def test_interpreter_share_limits_small_tensors(clock: Clock) -> None:
 
 def test_kernel_time_is_not_interpreter_time(clock: Clock) -> None:
     """A kernel releases the interpreter, and its bytes are counted elsewhere."""
-    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    own = RateLimit(PYTHON, is_busy=lambda: True)
     assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(
-    "own", [RateLimit(1 << 40, lambda: True), RateLimit(0, lambda: True, 0.25)]
-)
-def test_unlimited_interpreter_share_does_not_sleep(clock: Clock, own: RateLimit) -> None:
-    assert load(own, clock, 1000, 0.0003) == pytest.approx(0.3)
+@pytest.mark.parametrize("pace", [Pace(1 << 40, 1.0), Pace(math.inf, 1.0), Pace(0, 0.25)])
+def test_unlimited_share_does_not_sleep(clock: Clock, pace: Pace) -> None:
+    assert load(RateLimit(pace, lambda: True), clock, 1000, 0.0003) == pytest.approx(0.3)
 
 
-def test_interpreter_time_is_counted_per_thread(clock: Clock) -> None:
-    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
-    load(own, clock, 1, 0.0003)
-    clock.work(100)
-    other = own.for_another_thread()
-    assert load(other, clock, 1000, 0.0003) == pytest.approx(1.2, abs=2 * rate._PIECE_S)
+def test_kernel_time_counts_where_no_rate_counts_bytes(clock: Clock) -> None:
+    own = RateLimit(TIME, is_busy=lambda: True)
+    assert load(own, clock, 1000, 0.004) == pytest.approx(16.0, abs=2 * rate._PIECE_S)
+
+
+def test_time_unused_by_the_loop_is_added_to_the_share(clock: Clock) -> None:
+    """The loop runs two thirds of the time that staging sleeps, and waits for the rest."""
+    own = RateLimit(TIME, lambda: True, lambda: clock.worked + 2 / 3 * sum(clock.slept))
+    worked = 10_000 * 0.0003
+    # 0.25 of all the time, and a third of the sleep
+    total = worked * (1 + 1 / 3) / (0.25 + 1 / 3)
+    assert load(own, clock, 10_000, 0.0003) == pytest.approx(total, abs=2 * rate._PIECE_S)
+
+
+def test_loop_kept_waiting_by_staging_leaves_no_time(clock: Clock) -> None:
+    """The loop runs only while staging sleeps, as one does that waits for the interpreter."""
+    own = RateLimit(TIME, lambda: True, lambda: sum(clock.slept))
+    worked = 10_000 * 0.0003
+    assert load(own, clock, 10_000, 0.0003) == pytest.approx(worked / 0.25, abs=2 * rate._PIECE_S)
+
+
+def test_clock_counts_work_and_no_waiting() -> None:
+    clocks: queue.SimpleQueue[Callable[[], float] | None] = queue.SimpleQueue()
+    works, waits = threading.Event(), threading.Event()
+
+    def loop() -> None:
+        clocks.put(rate.clock_of_this_thread())
+        while not works.is_set():
+            pass
+        waits.wait()
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    read = clocks.get()
+    if read is None:
+        pytest.skip("this kernel keeps no schedstat")
+    began = read()
+    until("the clock counts the work", lambda: read() > began + 0.05)
+    works.set()
+    # a thread that waits for another has the same time at each look
+    until("the clock stands", lambda: stands(read))
+    waits.set()
+    thread.join()
+
+
+def stands(read: Callable[[], float]) -> bool:
+    before = read()
+    time.sleep(0.1)
+    return read() == before
 
 
 @pytest.fixture
@@ -168,5 +218,5 @@ def test_loader_copies_are_rate_limited(rows: int, clock: Clock) -> None:
         copy_in_pieces(own, parameter, sent[rows:])
     assert torch.equal(parameter, sent[:rows])
     touched = copies * 2 * parameter.nbytes
-    assert clock.now - began == pytest.approx(touched / RATE, abs=2 * rate._PIECE_S)
+    assert clock.now - began == pytest.approx(touched / RATE.bytes_per_s, abs=2 * rate._PIECE_S)
     assert max(clock.slept) <= 2 * rate._PIECE_S

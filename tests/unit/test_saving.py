@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.served.copying import PieceCopier, cut
 from sglang_inflight.scheduler.update.served.layout import name_layout
 from sglang_inflight.scheduler.update.served.tensors import parse_number
@@ -66,7 +66,7 @@ def copied(
             return weight.detach() if found is None else found
 
     watched = torch.Tensor._make_subclass(Watched, weight.data)
-    pieces = copier.pieces_of(watched, 0, never, RateLimit(0, lambda: False))
+    pieces = copier.pieces_of(watched, 0, never, UNPACED)
     return torch.cat([piece.clone() for piece in pieces]).view(weight.shape)
 
 
@@ -98,7 +98,7 @@ def test_copy_waits_until_the_version_is_back(live: LiveWeights, copier: PieceCo
         if len(looks) == 3:
             turn.__exit__(None, None, None)
 
-    pieces = list(copier.pieces_of(weight, 0, look, RateLimit(0, lambda: False)))
+    pieces = list(copier.pieces_of(weight, 0, look, UNPACED))
     assert torch.equal(torch.cat(pieces), torch.ones(3))
     assert len(looks) > 3
 
@@ -162,7 +162,7 @@ def test_pieces_are_all_elements_in_their_order(shape: tuple[int, ...], most: in
 def test_transposed_weight_larger_than_a_piece_is_copied_in_order(copier: PieceCopier) -> None:
     rows = CHUNK_BYTES // 4 // 1024 + 3
     weight = torch.randn(1024, rows).t()
-    pieces = copier.pieces_of(weight, 0, never, RateLimit(0, lambda: False))
+    pieces = copier.pieces_of(weight, 0, never, UNPACED)
     assert torch.equal(torch.cat([p.clone() for p in pieces]), weight.reshape(-1))
 
 

@@ -18,7 +18,7 @@ from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, without_threads
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.reservation import reserve_storage, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
@@ -273,7 +273,7 @@ def shadows_of(model: nn.Module, parameters: ShadowParameters) -> Shadows:
     return Shadows(
         [ShadowedModel("target", runner, parameters)],
         parameters,
-        RateLimit(0, lambda: False),
+        UNPACED,
         Budget(),
     )
 

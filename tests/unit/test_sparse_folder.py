@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_inflight.messages import SparseFolderSource
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
@@ -43,7 +43,7 @@ def begin(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         torch.device("cpu"),
         base_version="v1",
         check=lambda: None,
-        rate_limit=RateLimit(0, lambda: False),
+        rate_limit=UNPACED,
     )
 
 

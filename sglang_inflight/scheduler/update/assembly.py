@@ -19,7 +19,12 @@ from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
+from sglang_inflight.scheduler.update.rate import (
+    UNPACED,
+    RateLimit,
+    choose_pace,
+    clock_of_this_thread,
+)
 from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.served.layout import find_layout
 from sglang_inflight.scheduler.update.served.saving import Saving, why_not_saved
@@ -116,18 +121,20 @@ def make_staging(
     kv_tokens = cost.kv_tokens_by_form(nbytes, device.type, cost.kv_token_bytes(scheduler))
     cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker
+    pace = choose_pace(settings.pace_bytes_per_s, settings.pace_share, device)
+    # on a device the loop waits for kernels, which use what staging would
+    loop_time = clock_of_this_thread() if device.type == "cpu" else None
+    paced = RateLimit(pace, is_busy, loop_time)
     # in place nothing decodes during an update, so nothing is paced
     if mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.prepare_to_hold)
-        rate_limit = RateLimit(0, is_busy)
+        rate_limit = UNPACED
         for model in models:
             model.on_write = functools.partial(live.write_in_place, [model.role])
     else:
         streams = functools.partial(streams_of, scheduler)
         worker = StagingWorker(answers, device, settings.stage_nice, streams)
-        rate_limit = RateLimit(
-            choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
-        )
+        rate_limit = paced
     groups = Groups(settings.group_timeout_s, device)
     budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(
@@ -157,9 +164,7 @@ def make_staging(
             name="inflight-saving",
         ),
         # requests run meanwhile in every mode
-        rate_limit=RateLimit(
-            choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
-        ),
+        rate_limit=paced.for_another_thread(),
     )
     staging = Staging(
         jobs,
@@ -190,7 +195,7 @@ def _prove(models: list[ShadowedModel], device: torch.device, can: Capabilities)
     """Prove each model's finishing now, and note in ``can`` that one cannot be repeated."""
     for model in models:
         try:
-            model.prove(device, lambda: None, RateLimit(0, lambda: False))
+            model.prove(device, lambda: None, UNPACED)
         except Unproven as unproven:
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
     return can

@@ -2,71 +2,109 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
 
-# A twentieth of the bandwidth of a small server's core, and a thirtieth of an H100's memory.
-_CPU_BYTES_PER_S = 256 << 20
+# a thirtieth of an H100's memory
 _DEVICE_BYTES_PER_S = 100 << 30
 
-# The bytes of this time are touched in one go. The delay of a step by one piece is shorter.
+# Work of this time is done in one go, at a rate or at a share of the time. The delay of a step by
+# one piece is shorter.
 _PIECE_S = 1 / 16
+# a piece without a rate: a core touches it in some 3 ms
+_PIECE_BYTES = 16 << 20
 # A sleep costs a quarter of a millisecond, most of it in caches gone cold. A shorter sleep is added
 # to the next one.
 _SHORTEST_SLEEP_S = _PIECE_S / 2
-# Between two calls of ``spend`` Python takes no longer. The rest is in torch's kernels and copies,
-# without the interpreter.
+# At a rate of bytes, Python between two calls of ``spend`` takes no longer. The rest is in torch's
+# kernels and copies, whose bytes are counted.
 _LONGEST_PYTHON_S = 0.0005
-# Delay until a sleeper sees that no request runs.
+# delay until a sleeper sees that no request runs, or that the loop waits
 _LONGEST_SLEEP_S = 0.1
 
 
-def choose_rate(wanted: int | None, device: torch.device) -> int:
-    """Return bytes per second: ``wanted``, or the default of the kind of device."""
-    if wanted is not None:
-        return wanted
-    return _CPU_BYTES_PER_S if device.type == "cpu" else _DEVICE_BYTES_PER_S
+@dataclass(frozen=True)
+class Pace:
+    """The work that a staging thread may do while requests run.
+
+    bytes_per_s: memory touched; infinite is no limit on bytes, 0 is no limit at all
+    share: of the thread's time spent working; 1 is no limit
+    """
+
+    bytes_per_s: float
+    share: float
+
+
+def choose_pace(bytes_per_s: int | None, share: float, device: torch.device) -> Pace:
+    """Return the pace of these settings. None is the default of the kind of device.
+
+    Copies on a device take no time of the thread, so their bytes are counted. A CPU's copies are
+    the thread's own work, at the speed of this machine.
+    """
+    if bytes_per_s is not None:
+        return Pace(bytes_per_s, share)
+    return Pace(math.inf if device.type == "cpu" else _DEVICE_BYTES_PER_S, share)
 
 
 class RateLimit:
-    """A limit on memory touched per second while requests run; 0 is no limit.
+    """A limit on staging while requests run.
 
-    Staging takes a share of a core and of the memory's bandwidth from decoding. With a rate this
+    Staging takes a share of a core and of the memory's bandwidth from decoding. With a pace this
     share is the same in every step, long or short. With small tensors the share is one of the
     interpreter: each tensor costs a loader some 0.3 ms in Python, whatever its bytes, and a step
-    waits for the interpreter meanwhile. So the staging thread's processor time counts, too. Only
-    the staging thread sleeps; the loop has no part in it.
+    waits for the interpreter meanwhile. So the staging thread's processor time counts, too.
+
+    A loop that waits for another process, such as the previous stage of a pipeline, leaves time
+    unused. Staging may have that time beside its share. A loop that waits for a core or for the
+    interpreter leaves nothing: the kernel tells the former apart, and the latter cannot last longer
+    than staging itself works.
+
+    Only the staging thread sleeps. The loop has no part in it: its clock is read from outside.
     """
 
     def __init__(
-        self, bytes_per_s: int, is_busy: Callable[[], bool], interpreter_share: float = 1.0
+        self,
+        pace: Pace,
+        is_busy: Callable[[], bool],
+        loop_time: Callable[[], float] | None = None,
     ) -> None:
-        """``is_busy`` says whether requests run. The limited thread calls it, and it only reads.
+        """``is_busy`` says whether requests run, ``loop_time`` is of ``clock_of_this_thread``.
 
-        ``interpreter_share`` is the share of its time this thread may be in Python; 1 is no limit.
+        The limited thread calls both, and both only read. Without ``loop_time`` the loop counts as
+        working all the time.
         """
-        self._bytes_per_s = bytes_per_s
-        self._interpreter_share = interpreter_share
+        self._pace = pace
+        self._is_busy = is_busy
+        self._loop_time = loop_time
+        if pace.bytes_per_s == math.inf:
+            self._piece: float = _PIECE_BYTES
+            self._longest_s = math.inf
+        else:
+            self._piece = pace.bytes_per_s * _PIECE_S
+            self._longest_s = _LONGEST_PYTHON_S
         # processor time of the limited thread, at its last call
         self._thread_time: float | None = None
-        self._piece = bytes_per_s * _PIECE_S
-        self._is_busy = is_busy
-        self._owed_until = 0.0
+        # seconds of work beyond the share
+        self._debt_s = 0.0
+        # monotonic time and the loop's, until which the share is counted
+        self._counted: tuple[float, float] | None = None
 
     def for_another_thread(self) -> RateLimit:
-        """Return a limit of the same rate. Each thread has its own limit, and sleeps by itself."""
-        return RateLimit(self._bytes_per_s, self._is_busy, self._interpreter_share)
+        """Return a limit of the same pace. Each thread has its own limit, and sleeps by itself."""
+        return RateLimit(self._pace, self._is_busy, self._loop_time)
 
     def is_one_piece(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` are touched in one go."""
-        return not self._bytes_per_s or nbytes <= self._piece
+        return not self._pace.bytes_per_s or nbytes <= self._piece
 
     def cut(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the same rows of each of ``tensors``, piece by piece, and sleep after each."""
@@ -81,29 +119,67 @@ class RateLimit:
             self.spend(sum(tensor.nbytes for tensor in piece))
 
     def spend(self, nbytes: int) -> None:
-        """Sleep until the ``nbytes`` just touched fit the rate.
+        """Sleep until the work since the last call, and its ``nbytes``, fit the pace.
 
-        A call is cheap. With 0 bytes it still counts the Python since the last call.
+        A call is cheap. With 0 bytes it still counts the time since the last call.
         """
-        if not self._bytes_per_s:
+        pace = self._pace
+        if not pace.bytes_per_s:
             return
-        owed = max(nbytes / self._bytes_per_s, self._python_s() / self._interpreter_share)
-        # the work's own time counts, but idle time is not saved up
-        earliest = time.monotonic() - _PIECE_S
-        self._owed_until = max(self._owed_until, earliest) + owed
-        while (left := self._owed_until - time.monotonic()) > _SHORTEST_SLEEP_S:
+        worked = self._worked_s()
+        self._debt_s += max(pace.share * nbytes / pace.bytes_per_s, worked)
+        # idle time is saved up for one piece only
+        self._debt_s = max(self._debt_s - self._allowed_s(worked), -pace.share * _PIECE_S)
+        while (left := self._debt_s / pace.share) > _SHORTEST_SLEEP_S:
             if not self._is_busy():
-                self._owed_until = 0.0
+                self._debt_s = 0.0
                 return
             time.sleep(min(left, _LONGEST_SLEEP_S))
+            self._debt_s -= self._allowed_s(0.0)
 
-    def _python_s(self) -> float:
-        """Return this thread's seconds in Python since the last call, at most the known bound."""
-        if self._interpreter_share == 1:
+    def _allowed_s(self, worked: float) -> float:
+        """Return the seconds of work that the time since the last call allows.
+
+        This thread has ``worked`` seconds of that time.
+        """
+        now = time.monotonic()
+        loop = self._loop_time() if self._loop_time is not None else now
+        before = self._counted
+        self._counted = now, loop
+        if before is None:
+            return 0.0
+        passed = now - before[0]
+        unused = passed - (loop - before[1]) - worked
+        return self._pace.share * passed + max(0.0, unused)
+
+    def _worked_s(self) -> float:
+        """Return this thread's seconds of work since the last call that its bytes do not tell."""
+        if self._pace.share == 1:
             return 0.0
         now, before = time.thread_time(), self._thread_time
         self._thread_time = now
-        return 0.0 if before is None else min(now - before, _LONGEST_PYTHON_S)
+        return 0.0 if before is None else min(now - before, self._longest_s)
+
+
+def clock_of_this_thread() -> Callable[[], float] | None:
+    """Return a function of the seconds in which the calling thread ran, or waited for a core.
+
+    Any thread may call the function. Return None where the kernel keeps no such statistics.
+    """
+    try:
+        fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+    except OSError:
+        return None
+
+    def read() -> float:
+        ran, waited, _ = os.pread(fd, 64, 0).split()
+        return (int(ran) + int(waited)) / 1e9
+
+    return read
+
+
+# a limit that keeps nothing back has no state, so threads may share it
+UNPACED = RateLimit(Pace(0, 1.0), lambda: False)
 
 
 def switch_often(interval_s: float) -> None:
