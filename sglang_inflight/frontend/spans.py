@@ -12,7 +12,7 @@ import msgspec.structs
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import ADAPTER_VERSIONS
 from sglang_inflight.settings import Settings
-from sglang_inflight.vocabulary.labels import VersionLabel, split_adapter
+from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel, split_adapter
 
 if TYPE_CHECKING:
     from sglang.srt.utils.weight_versions import WeightVersionSpan
@@ -28,22 +28,31 @@ def write_spans(
         # without us the versions are plain names, not packed labels
         write(meta_info, spans, num_output_tokens)
         return
-    finished = meta_info["finish_reason"] is not None
-    if not as_sglang_writes_them() and (adapters := _of_adapters(spans, num_output_tokens)):
-        meta_info[ADAPTER_VERSIONS] = adapters
-    spans = _merge([_changed(s, version=split_adapter(s.version)[0]) for s in spans])
-    labels = [VersionLabel.unpack(span.version) for span in spans]
-    named = [
-        _changed(span, version=label.version) for span, label in zip(spans, labels, strict=True)
-    ]
+    labels = [_read(span.version) for span in spans]
     if as_sglang_writes_them():
-        if finished:
+        if meta_info["finish_reason"] is not None:
+            named = [
+                _changed(s, version=of.version) for s, (of, _) in zip(spans, labels, strict=True)
+            ]
             write(meta_info, _merge(named), num_output_tokens)
         return
-    write(meta_info, named, num_output_tokens)
+    if any(adapter is not None for _, adapter in labels):
+        meta_info[ADAPTER_VERSIONS] = _of_adapters(spans, num_output_tokens)
+        spans = _merge([_changed(span, version=split_adapter(span.version)[0]) for span in spans])
+        labels = [_read(span.version) for span in spans]
+    write(meta_info, spans, num_output_tokens)
     # SGLang leaves out spans behind the last token, and keeps the order
-    for said, label in zip(meta_info["weight_versions"], labels, strict=False):
+    for said, (label, _) in zip(meta_info["weight_versions"], labels, strict=False):
+        said["version"] = label.version
         said |= label.beside_the_name()
+    meta_info["weight_version"] = meta_info["weight_versions"][-1]["version"]
+
+
+# a stream's chunks repeat the few versions in use
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[VersionLabel, AdapterLabel | None]:
+    packed, adapter = split_adapter(text)
+    return VersionLabel.unpack(packed), adapter
 
 
 def _of_adapters(
@@ -51,7 +60,7 @@ def _of_adapters(
 ) -> list[dict[str, str | int]]:
     """Return spans of adapter versions; empty for a request without an adapter."""
     written: list[dict[str, str | int]] = []
-    for label, run in itertools.groupby(spans, key=lambda span: split_adapter(span.version)[1]):
+    for label, run in itertools.groupby(spans, key=lambda span: _read(span.version)[1]):
         parts = list(run)
         start, end = parts[0].start, min(parts[-1].end, num_output_tokens)
         if label is not None and (start < num_output_tokens or start == 0):

@@ -24,6 +24,7 @@ the request's tokens at that moment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -52,12 +53,20 @@ def write_spans(
     compute: Callable[..., Any], events: Any, current_version: str, num_output_tokens: int
 ) -> Any:
     """Wrap SGLang's function: give the last span this epoch, as each event has its own."""
-    label = VersionLabel(_epoch, current_version)
+    packed = _pack(_epoch, current_version)
+    # called for each chunk of each stream
+    if not events:
+        return compute(events, current_version=packed, num_output_tokens=num_output_tokens)
     changes, marks = split_marks(events)
     if (pinned := pinned_label(events)) is not None:
-        changes, label = [], pinned
-    spans = compute(changes, current_version=label.pack(), num_output_tokens=num_output_tokens)
+        changes, packed = [], pinned.pack()
+    spans = compute(changes, current_version=packed, num_output_tokens=num_output_tokens)
     return cut(spans, marks) if marks else spans
+
+
+@functools.lru_cache(maxsize=2)
+def _pack(epoch: int, version: str) -> str:
+    return VersionLabel(epoch, version).pack()
 
 
 class Versions:
