@@ -162,9 +162,9 @@ class Settings:
     pace_share: float = _setting(
         0.25,
         _share,
-        "share of one core's time that a staging thread works while requests run, beside time "
-        "that the loop leaves unused; with pace_bytes_per_s only Python is counted; 1 does not "
-        "limit it, and neither does pace_bytes_per_s=0",
+        "share of one core's time that a staging thread works while requests run; on a GPU, and "
+        "with pace_bytes_per_s, only Python is counted; 1 does not limit it, and neither does "
+        "pace_bytes_per_s=0",
     )
     switch_interval_s: float = _setting(
         0.0002,

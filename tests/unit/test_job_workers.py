@@ -51,7 +51,7 @@ def channel(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> AnswerChannel:
 
 @pytest.fixture
 def thread(channel: AnswerChannel) -> StagingWorker:
-    return StagingWorker(channel, CPU, 0, list)
+    return StagingWorker(channel, CPU, 0, UNPACED, list)
 
 
 def call(call_id: str) -> Any:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from sglang_inflight.scheduler.update import rate
 from sglang_inflight.scheduler.update.rate import Pace, RateLimit, copy_in_pieces
-from tests.support.load import until
 
 PIECE = 1 << 10  # bytes in one go
 RATE = Pace(round(PIECE / rate._PIECE_S), 1.0)
@@ -106,52 +103,6 @@ def test_unlimited_share_does_not_sleep(clock: Clock, pace: Pace) -> None:
 def test_kernel_time_counts_where_no_rate_counts_bytes(clock: Clock) -> None:
     own = RateLimit(TIME, is_busy=lambda: True)
     assert load(own, clock, 1000, 0.004) == pytest.approx(16.0, abs=2 * rate._PIECE_S)
-
-
-def test_time_unused_by_the_loop_is_added_to_the_share(clock: Clock) -> None:
-    """The loop runs two thirds of the time that staging sleeps, and waits for the rest."""
-    own = RateLimit(TIME, lambda: True, lambda: clock.worked + 2 / 3 * sum(clock.slept))
-    worked = 10_000 * 0.0003
-    # 0.25 of all the time, and a third of the sleep
-    total = worked * (1 + 1 / 3) / (0.25 + 1 / 3)
-    assert load(own, clock, 10_000, 0.0003) == pytest.approx(total, abs=2 * rate._PIECE_S)
-
-
-def test_loop_kept_waiting_by_staging_leaves_no_time(clock: Clock) -> None:
-    """The loop runs only while staging sleeps, as one does that waits for the interpreter."""
-    own = RateLimit(TIME, lambda: True, lambda: sum(clock.slept))
-    worked = 10_000 * 0.0003
-    assert load(own, clock, 10_000, 0.0003) == pytest.approx(worked / 0.25, abs=2 * rate._PIECE_S)
-
-
-def test_clock_counts_work_and_no_waiting() -> None:
-    clocks: queue.SimpleQueue[Callable[[], float] | None] = queue.SimpleQueue()
-    works, waits = threading.Event(), threading.Event()
-
-    def loop() -> None:
-        clocks.put(rate.clock_of_this_thread())
-        while not works.is_set():
-            pass
-        waits.wait()
-
-    thread = threading.Thread(target=loop, daemon=True)
-    thread.start()
-    read = clocks.get()
-    if read is None:
-        pytest.skip("this kernel keeps no schedstat")
-    began = read()
-    until("the clock counts the work", lambda: read() > began + 0.05)
-    works.set()
-    # a thread that waits for another has the same time at each look
-    until("the clock stands", lambda: stands(read))
-    waits.set()
-    thread.join()
-
-
-def stands(read: Callable[[], float]) -> bool:
-    before = read()
-    time.sleep(0.1)
-    return read() == before
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from sglang_inflight.scheduler.update.rate import (
     UNPACED,
     RateLimit,
     choose_pace,
-    clock_of_this_thread,
 )
 from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.served.layout import find_layout
@@ -122,9 +121,7 @@ def make_staging(
     cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker
     pace = choose_pace(settings.pace_bytes_per_s, settings.pace_share, device)
-    # on a device the loop waits for kernels, which use what staging would
-    loop_time = clock_of_this_thread() if device.type == "cpu" else None
-    paced = RateLimit(pace, is_busy, loop_time)
+    paced = RateLimit(pace, is_busy)
     # in place nothing decodes during an update, so nothing is paced
     if mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.prepare_to_hold)
@@ -133,8 +130,8 @@ def make_staging(
             model.on_write = functools.partial(live.write_in_place, [model.role])
     else:
         streams = functools.partial(streams_of, scheduler)
-        worker = StagingWorker(answers, device, settings.stage_nice, streams)
         rate_limit = paced
+        worker = StagingWorker(answers, device, settings.stage_nice, rate_limit, streams)
     groups = Groups(settings.group_timeout_s, device)
     budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(
@@ -148,6 +145,8 @@ def make_staging(
         check_finite=settings.check_finite,
         layout=layout,
     )
+    # requests run meanwhile in every mode
+    of_saves = paced.for_another_thread()
     saving = Saving(
         models,
         live,
@@ -160,11 +159,11 @@ def make_staging(
             answers,
             device,
             settings.stage_nice,
+            of_saves,
             lambda: [*streams_of(scheduler), *([worker.stream] if worker.stream else [])],
             name="inflight-saving",
         ),
-        # requests run meanwhile in every mode
-        rate_limit=paced.for_another_thread(),
+        rate_limit=of_saves,
     )
     staging = Staging(
         jobs,

@@ -35,6 +35,7 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import namespaces_of, tensors_in, values_in
 from sglang_inflight.scheduler.update.checks.provenance import Origin, Provenance
+from sglang_inflight.scheduler.update.rate import make_way
 from sglang_inflight.scheduler.update.shadow import checksum, weights_of
 from sglang_inflight.storages import memory_key
 
@@ -178,7 +179,11 @@ class MadeByForwards:
             # a view of a noted tensor shows what the commit exchanges there
             keys = self.memory_after_loading()
             # a number is plain
+            module = None
             for slot, value in self._slots(with_plain=watched is not None):
+                if slot.module is not module:
+                    module = slot.module
+                    self._make_way()
                 if slot.key not in self._judged:
                     self._judge(slot, _noted(value, keys), watched, in_graphs=in_graphs)
             if watched is not None:
@@ -186,6 +191,14 @@ class MadeByForwards:
             elif in_graphs:
                 self._judge_overwritten(self._noted, None)
             self._remember_sizes()
+
+    def _make_way(self) -> None:
+        """Let steps run, and looks of the loop: those judge a slot as this one would."""
+        self._lock.release()
+        try:
+            make_way()
+        finally:
+            self._lock.acquire()
 
     def attributes(self) -> Attributes:
         """Return the present attributes."""

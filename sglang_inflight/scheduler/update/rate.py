@@ -28,7 +28,7 @@ _SHORTEST_SLEEP_S = _PIECE_S / 2
 # At a rate of bytes, Python between two calls of ``spend`` takes no longer. The rest is in torch's
 # kernels and copies, whose bytes are counted.
 _LONGEST_PYTHON_S = 0.0005
-# delay until a sleeper sees that no request runs, or that the loop waits
+# delay until a sleeper sees that no request runs
 _LONGEST_SLEEP_S = 0.1
 
 
@@ -61,30 +61,14 @@ class RateLimit:
     Staging takes a share of a core and of the memory's bandwidth from decoding. With a pace this
     share is the same in every step, long or short. With small tensors the share is one of the
     interpreter: each tensor costs a loader some 0.3 ms in Python, whatever its bytes, and a step
-    waits for the interpreter meanwhile. So the staging thread's processor time counts, too.
-
-    A loop that waits for another process, such as the previous stage of a pipeline, leaves time
-    unused. Staging may have that time beside its share. A loop that waits for a core or for the
-    interpreter leaves nothing: the kernel tells the former apart, and the latter cannot last longer
-    than staging itself works.
-
-    Only the staging thread sleeps. The loop has no part in it: its clock is read from outside.
+    waits for the interpreter meanwhile. So the staging thread's processor time counts, too. Only
+    the staging thread sleeps; the loop has no part in it.
     """
 
-    def __init__(
-        self,
-        pace: Pace,
-        is_busy: Callable[[], bool],
-        loop_time: Callable[[], float] | None = None,
-    ) -> None:
-        """``is_busy`` says whether requests run, ``loop_time`` is of ``clock_of_this_thread``.
-
-        The limited thread calls both, and both only read. Without ``loop_time`` the loop counts as
-        working all the time.
-        """
+    def __init__(self, pace: Pace, is_busy: Callable[[], bool]) -> None:
+        """``is_busy`` says whether requests run. The limited thread calls it, and it only reads."""
         self._pace = pace
         self._is_busy = is_busy
-        self._loop_time = loop_time
         if pace.bytes_per_s == math.inf:
             self._piece: float = _PIECE_BYTES
             self._longest_s = math.inf
@@ -93,14 +77,15 @@ class RateLimit:
             self._longest_s = _LONGEST_PYTHON_S
         # processor time of the limited thread, at its last call
         self._thread_time: float | None = None
-        # seconds of work beyond the share
-        self._debt_s = 0.0
-        # monotonic time and the loop's, until which the share is counted
-        self._counted: tuple[float, float] | None = None
+        self._owed_until = 0.0
+
+    def limit_this_thread(self) -> None:
+        """Let ``make_way`` sleep in the calling thread by this limit, from now on."""
+        _of_thread.limit = self
 
     def for_another_thread(self) -> RateLimit:
         """Return a limit of the same pace. Each thread has its own limit, and sleeps by itself."""
-        return RateLimit(self._pace, self._is_busy, self._loop_time)
+        return RateLimit(self._pace, self._is_busy)
 
     def is_one_piece(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` are touched in one go."""
@@ -126,31 +111,15 @@ class RateLimit:
         pace = self._pace
         if not pace.bytes_per_s:
             return
-        worked = self._worked_s()
-        self._debt_s += max(pace.share * nbytes / pace.bytes_per_s, worked)
-        # idle time is saved up for one piece only
-        self._debt_s = max(self._debt_s - self._allowed_s(worked), -pace.share * _PIECE_S)
-        while (left := self._debt_s / pace.share) > _SHORTEST_SLEEP_S:
+        owed = max(nbytes / pace.bytes_per_s, self._worked_s() / pace.share)
+        # the work's own time counts, but idle time is not saved up
+        earliest = time.monotonic() - _PIECE_S
+        self._owed_until = max(self._owed_until, earliest) + owed
+        while (left := self._owed_until - time.monotonic()) > _SHORTEST_SLEEP_S:
             if not self._is_busy():
-                self._debt_s = 0.0
+                self._owed_until = 0.0
                 return
             time.sleep(min(left, _LONGEST_SLEEP_S))
-            self._debt_s -= self._allowed_s(0.0)
-
-    def _allowed_s(self, worked: float) -> float:
-        """Return the seconds of work that the time since the last call allows.
-
-        This thread has ``worked`` seconds of that time.
-        """
-        now = time.monotonic()
-        loop = self._loop_time() if self._loop_time is not None else now
-        before = self._counted
-        self._counted = now, loop
-        if before is None:
-            return 0.0
-        passed = now - before[0]
-        unused = passed - (loop - before[1]) - worked
-        return self._pace.share * passed + max(0.0, unused)
 
     def _worked_s(self) -> float:
         """Return this thread's seconds of work since the last call that its bytes do not tell."""
@@ -161,25 +130,23 @@ class RateLimit:
         return 0.0 if before is None else min(now - before, self._longest_s)
 
 
-def clock_of_this_thread() -> Callable[[], float] | None:
-    """Return a function of the seconds in which the calling thread ran, or waited for a core.
-
-    Any thread may call the function. Return None where the kernel keeps no such statistics.
-    """
-    try:
-        fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-    except OSError:
-        return None
-
-    def read() -> float:
-        ran, waited, _ = os.pread(fd, 64, 0).split()
-        return (int(ran) + int(waited)) / 1e9
-
-    return read
-
-
 # a limit that keeps nothing back has no state, so threads may share it
 UNPACED = RateLimit(Pace(0, 1.0), lambda: False)
+
+
+_of_thread = threading.local()
+
+
+def make_way() -> None:
+    """Sleep if this thread stages and has worked for longer than its pace allows.
+
+    Call it in loops over a model's modules or weights. A step needs the interpreter at each of its
+    calls to torch, so some ten milliseconds of a thread in Python take longer from it. The caller
+    must hold no lock that the loop may want.
+    """
+    limit: RateLimit | None = getattr(_of_thread, "limit", None)
+    if limit is not None:
+        limit.spend(0)
 
 
 def switch_often(interval_s: float) -> None:

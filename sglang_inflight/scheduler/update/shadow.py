@@ -12,6 +12,7 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
+from sglang_inflight.scheduler.update.rate import make_way
 from sglang_inflight.storages import memory_key, span_of
 from sglang_inflight.tensor_digest import Digest
 
@@ -52,6 +53,7 @@ class ShadowParameters:
         self._weights = {}
         for pair in pairs.values():
             self._note_weight(pair)
+            make_way()
 
     def _note_weight(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         for tensor in pair:
@@ -175,6 +177,7 @@ class Shadow:
             found[memory_key(live)] = Target(Kind.SERVED, name)
             is_foreign = id(shadow) in self._shared
             found[memory_key(shadow)] = Target(Kind.FOREIGN if is_foreign else Kind.WEIGHT, name)
+            make_way()
         return found
 
     def note_write(self, write: Write) -> None:
@@ -195,6 +198,7 @@ class Shadow:
             held = memory.get(id(shadow), shadow)
             if now.get(name) is not shadow or memory_key(held) != memory_key(shadow):
                 return name
+            make_way()
         memory.clear()
         exchanged: set[int] = set()
         for name, kept, _ in self.derived_pairs:
@@ -203,6 +207,7 @@ class Shadow:
                 return name
             exchanged.add(memory_key(kept))
         for name, module in self._live.named_modules():
+            make_way()
             live = dict(attributes_of(module))
             for attribute, value in attributes_of(self._modules[id(module)]):
                 placed = self._placed.get((id(module), attribute))

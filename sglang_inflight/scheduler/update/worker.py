@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import allocate_distinct_stream
 
 from sglang_inflight.messages import A, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.rate import yield_cores
+from sglang_inflight.scheduler.update.rate import RateLimit, yield_cores
 from sglang_inflight.sglang_types import get_resources
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class StagingWorker:
         answers: AnswerChannel,
         device: torch.device,
         niceness: int,
+        rate_limit: RateLimit,
         streams_in_use: Callable[[], Iterable[Any]],
         *,
         name: str = "inflight-staging",
@@ -84,6 +85,7 @@ class StagingWorker:
         self._answers = answers
         self._device = device
         self._niceness = niceness
+        self._rate_limit = rate_limit
         self.streams_in_use = streams_in_use
         # made by the thread; the loop may enqueue work on it
         self.stream: Any = None
@@ -98,6 +100,7 @@ class StagingWorker:
             torch.get_device_module(self._device).set_device(self._device)
         else:
             yield_cores(self._niceness)
+        self._rate_limit.limit_this_thread()
         while True:
             call, job = self._jobs.get()
             try:

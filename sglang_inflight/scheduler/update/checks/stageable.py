@@ -28,6 +28,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from sglang.srt.utils import is_npu
 from torch import nn
 
+from sglang_inflight.scheduler.update.rate import make_way
+
 # The flags checked below show what these methods did after loading.
 _KNOWN_FINISHES = {
     QuantizeMethodBase.process_weights_after_loading,
@@ -89,6 +91,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
     if is_npu():
         return "NPU kernels may change the layout of weights after loading"
     for name, module in model.named_modules():
+        make_way()
         if (reason := _why_not_module(module)) is not None:
             return f"{_called(name, module)} {reason}"
     return why_not_loaded(model)
