@@ -23,6 +23,25 @@ _CONTAINERS = (list, tuple, dict, OrderedDict)
 _DEPTH = 3
 
 
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``model.named_modules()`` yields, in the same order.
+
+    PyTorch passes each module through a generator of each level above it. An update looks at all
+    modules some ten times.
+    """
+    seen: set[int] = set()
+    ahead = [("", model)]
+    while ahead:
+        path, module = ahead.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, m) for name, m in module._modules.items() if m is not None]
+        ahead.extend(reversed(children))
+
+
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield plain attributes and non-persistent buffers, by name."""
     for name, value in module.__dict__.items():

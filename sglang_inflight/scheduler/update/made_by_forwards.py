@@ -33,7 +33,12 @@ import msgspec
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import namespaces_of, tensors_in, values_in
+from sglang_inflight.scheduler.update.attributes import (
+    modules_of,
+    namespaces_of,
+    tensors_in,
+    values_in,
+)
 from sglang_inflight.scheduler.update.checks.provenance import Origin, Provenance
 from sglang_inflight.scheduler.update.rate import make_way
 from sglang_inflight.scheduler.update.shadow import checksum, weights_of
@@ -304,7 +309,7 @@ class MadeByForwards:
     def _slots(self, *, with_plain: bool = True) -> Iterator[tuple[_Slot, Any]]:
         """Yield each attribute with its value, or only the ones that may hold tensors."""
         seen: set[int] = set()
-        for path, module in self._model.named_modules():
+        for path, module in modules_of(self._model):
             if id(module) not in self._modules:
                 continue
             has_weights: bool | None = None
@@ -328,7 +333,7 @@ class MadeByForwards:
         """Remember what shows at little cost that a forward has set an attribute."""
         namespaces = {
             id(namespace): namespace
-            for module in self._model.modules()
+            for _, module in modules_of(self._model)
             for _, namespace in namespaces_of(module)
         }
         self._sizes = _Sizes(list(namespaces.values()), self._judged)

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
+from sglang_inflight.scheduler.update.attributes import (
+    attributes_of,
+    modules_of,
+    replace,
+    tensors_in,
+)
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.rate import make_way
 from sglang_inflight.storages import memory_key, span_of
@@ -206,7 +211,7 @@ class Shadow:
             if self._parameters.lies_in_a_weight(kept) or memory_key(kept) in exchanged:
                 return name
             exchanged.add(memory_key(kept))
-        for name, module in self._live.named_modules():
+        for name, module in modules_of(self._live):
             make_way()
             live = dict(attributes_of(module))
             for attribute, value in attributes_of(self._modules[id(module)]):
@@ -266,7 +271,7 @@ class Shadow:
     def _replace_attributes(self) -> None:
         """Replace tensors in attributes, after each parameter and module has a shadow."""
         known: set[int] = set()
-        for path, module in self._live.named_modules():
+        for path, module in modules_of(self._live):
             clone = self._modules[id(module)]
             for name, value in attributes_of(module):
                 if isinstance(value, float):
@@ -396,7 +401,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     transient = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in modules_of(model)
         for name in module._non_persistent_buffers_set
     }
     seen: set[tuple[int, int, torch.Size]] = set()

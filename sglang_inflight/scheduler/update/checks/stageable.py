@@ -28,6 +28,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from sglang.srt.utils import is_npu
 from torch import nn
 
+from sglang_inflight.scheduler.update.attributes import modules_of
 from sglang_inflight.scheduler.update.rate import make_way
 
 # The flags checked below show what these methods did after loading.
@@ -57,7 +58,7 @@ _QUANTIZED_WEIGHTS = frozenset(
 
 def why_not_loaded(model: nn.Module) -> str | None:
     """Return why ``model`` cannot be loaded again at all, or None if it can."""
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         if module.__dict__.get("use_intel_amx_backend", False):
             return f"{_called(name, module)} is packed for AMX after loading"
         if _is_made_from_a_deleted_weight(module):
@@ -90,7 +91,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
         return "ROCm kernels may shuffle weights after loading"
     if is_npu():
         return "NPU kernels may change the layout of weights after loading"
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         make_way()
         if (reason := _why_not_module(module)) is not None:
             return f"{_called(name, module)} {reason}"
@@ -99,7 +100,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
 
 def why_laid_out_anew(model: nn.Module) -> str | None:
     """Return why parameters hold other data than a checkpoint's tensors, or None if none do."""
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         method = getattr(module, "quant_method", None)
         if method is not None and (reason := _why_not_method(method)) is not None:
             return f"{_called(name, module)} {reason}"
