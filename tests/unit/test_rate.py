@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -103,6 +104,37 @@ def test_unlimited_share_does_not_sleep(clock: Clock, pace: Pace) -> None:
 def test_kernel_time_counts_where_no_rate_counts_bytes(clock: Clock) -> None:
     own = RateLimit(TIME, is_busy=lambda: True)
     assert load(own, clock, 1000, 0.004) == pytest.approx(16.0, abs=2 * rate._PIECE_S)
+
+
+def test_interpreter_time_is_counted_per_thread(clock: Clock) -> None:
+    own = RateLimit(PYTHON, is_busy=lambda: True)
+    load(own, clock, 1, 0.0003)
+    clock.work(100)
+    other = own.for_another_thread()
+    assert load(other, clock, 1000, 0.0003) == pytest.approx(1.2, abs=2 * rate._PIECE_S)
+
+
+def walk(clock: Clock) -> None:
+    for _ in range(1000):
+        clock.work(0.0003)
+        rate.make_way()
+
+
+def test_walk_sleeps_in_a_thread_that_does_not_stage(clock: Clock) -> None:
+    """A thread for each, because a limit stays with its thread."""
+
+    def staging() -> None:
+        RateLimit(TIME, is_busy=lambda: True).limit_this_thread()
+        walk(clock)
+
+    slept: list[float] = []
+    for work in (lambda: walk(clock), staging):
+        began = clock.now
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        slept.append(clock.now - began - 0.3)
+    assert slept == pytest.approx([0.0, 0.9], abs=2 * rate._PIECE_S)
 
 
 @pytest.fixture
