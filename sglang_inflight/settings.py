@@ -159,12 +159,12 @@ class Settings:
         "touches its bytes five times, and six times from disk; 0 does not pace; unset is no limit "
         "on a CPU, and 100 GiB on a GPU",
     )
-    pace_share: float = _setting(
-        0.25,
+    pace_share: float | None = _setting(
+        None,
         _share,
         "share of one core's time that a staging thread works while requests run; on a GPU, and "
         "with pace_bytes_per_s, only Python is counted; 1 does not limit it, and neither does "
-        "pace_bytes_per_s=0",
+        "pace_bytes_per_s=0; unset is 0.125 on a CPU, and 0.25 on a GPU",
     )
     switch_interval_s: float = _setting(
         0.0002,
