@@ -1,0 +1,153 @@
+"""The model of updates at scale agrees with its page, its sources, our settings and physics."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks import scale
+from benchmarks.scale import (
+    DEPLOYMENTS,
+    H100,
+    MODELS,
+    NO_ROOM,
+    PACKAGE,
+    PAGE,
+    SHARES,
+    Constant,
+    Deployment,
+    Form,
+    Status,
+)
+from harness.starting import ROOT
+from sglang_inflight.scheduler.update.rate import choose_rate
+from sglang_inflight.scheduler.update.sources.groups import WINDOW_BYTES
+from sglang_inflight.scheduler.update.swap import SPARE_BYTES
+from sglang_inflight.settings import Settings
+
+each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each.name)
+
+
+def test_page_differs_from_what_the_model_writes() -> None:
+    page = PAGE.read_text()
+    assert scale.written(page) == page, "run python -m benchmarks.scale --write"
+
+
+def test_page_without_a_marker_is_written() -> None:
+    page = PAGE.read_text().replace("<!-- end of scale: stall -->", "")
+    with pytest.raises(ValueError, match="<!-- scale: stall -->"):
+        scale.written(page)
+
+
+def test_constant_without_a_source() -> None:
+    found = scale.constants() | {"nvlink of an H800": scale.H800.nvlink}
+    assert not [name for name, constant in found.items() if not _has_source(constant)]
+    sources = [model.source for model in MODELS] + [each.source for each in scale.published()]
+    assert all("https://" in source for source in sources)
+
+
+def _has_source(constant: Constant) -> bool:
+    """Return whether its source is an address or a file that exists, or says that it is assumed."""
+    source = constant.source
+    if constant.status is Status.ASSUMED:
+        return source.startswith("assumed")
+    files = re.findall(r"[\w/]+\.(?:py|md)", source)
+    is_ours = any((ROOT / file).exists() for file in files)
+    if constant.status is Status.PUBLISHED:
+        return "https://" in source or source.startswith("SGLang 0.5") or is_ours
+    return is_ours
+
+
+def test_constant_settled_by_no_step_of_the_kit() -> None:
+    steps = {
+        constant.settled_by.split(":")[0]
+        for constant in scale.constants().values()
+        if constant.settled_by
+    }
+    assert steps
+    assert not [step for step in steps if not (ROOT / f"benchmarks/gpu/steps/{step}.py").exists()]
+
+
+def test_model_has_other_settings_than_the_package() -> None:
+    assert PACKAGE.pace.value == choose_rate(None, torch.device("cuda"))
+    assert PACKAGE.interpreter_share.value == Settings().pace_interpreter
+    assert PACKAGE.spare.value == SPARE_BYTES
+    assert PACKAGE.buffers.value == WINDOW_BYTES
+
+
+@each_deployment
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("share", SHARES)
+def test_stall_is_shorter_than_its_bytes_take(
+    deployment: Deployment, form: Form, share: float
+) -> None:
+    least = scale.moved(deployment, form, share).least_s(H100)
+    assert scale.stall_s(deployment, form, share) >= least + PACKAGE.commit.value
+
+
+@each_deployment
+@pytest.mark.parametrize("form", [Form.CHANGES, Form.DEVICE, Form.HOST])
+def test_commit_moves_fewer_bytes_than_change(deployment: Deployment, form: Form) -> None:
+    for share in SHARES:
+        moved = scale.moved(deployment, form, share)
+        assert moved.memory + moved.to_card >= share * deployment.card_bytes
+
+
+@each_deployment
+def test_more_changes_stall_for_less_time(deployment: Deployment) -> None:
+    # at most half: there whole ranges begin, which need no sectors
+    shares = [share / 1000 for share in range(1, 501)]
+    stalls = [scale.stall_s(deployment, Form.CHANGES, share) for share in shares]
+    assert all(few <= many for few, many in pairwise(stalls))
+
+
+@each_deployment
+def test_staging_is_faster_than_its_transport_and_its_paces(deployment: Deployment) -> None:
+    staged = scale.staging(deployment)
+    assert staged.total_s >= deployment.total_bytes / PACKAGE.broadcast.value
+    assert staged.total_s >= deployment.total_bytes / PACKAGE.pace.value
+    assert staged.total_s >= deployment.tensors * PACKAGE.tensor_paced.value
+
+
+def test_longer_staging_leaves_tokens_as_young() -> None:
+    ages = [scale.staleness(staged_s, 0.01) for staged_s in (0.5, 1, 10, 100)]
+    for younger, older in pairwise(ages):
+        assert younger.age_s < older.age_s
+        assert younger.tokens < older.tokens
+        assert younger.train_steps < older.train_steps
+
+
+@each_deployment
+@pytest.mark.parametrize("form", Form)
+def test_what_fits_takes_more_than_the_card(deployment: Deployment, form: Form) -> None:
+    for share in SHARES:
+        memory = scale.memory(deployment, form, share)
+        assert memory.static + memory.headroom == pytest.approx(H100.card.value)
+        assert memory.weights + memory.copy + memory.kv == pytest.approx(memory.static)
+        if memory.fits:
+            assert memory.weights + memory.copy + memory.open < H100.card.value
+
+
+def test_row_hides_that_a_copy_does_not_fit() -> None:
+    stalls = next(table for table in scale.tables() if table.name == "stall")
+    column = list(stalls.columns).index("`device`")
+    cells = {row[0]: row[column] for row in stalls.rows}
+    fits = {each.name: scale.memory(each, Form.DEVICE, scale.ONE_STEP).fits for each in DEPLOYMENTS}
+    assert {name: cell != NO_ROOM for name, cell in cells.items()} == fits
+    assert set(fits.values()) == {True, False}
+
+
+def test_smaller_card_holds_as_much() -> None:
+    deployment = DEPLOYMENTS[0]
+    small = replace(H100, card=replace(H100.card, value=deployment.card_bytes))
+    assert not scale.memory(deployment, Form.CHANGES, scale.ONE_STEP, small).fits
+    assert scale.memory(deployment, Form.CHANGES, scale.ONE_STEP).fits
+
+
+def test_experts_have_more_parameters_than_their_model() -> None:
+    for model in MODELS:
+        assert 0 <= model.expert_parameters < model.parameters
