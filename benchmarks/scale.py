@@ -216,7 +216,7 @@ PACKAGE = Package(
     interpreter_share=Constant(
         0.25,
         "of a core",
-        "docs/api.md, SGLANG_INFLIGHT_PACE_INTERPRETER",
+        "docs/api.md, SGLANG_INFLIGHT_PACE_SHARE",
         Status.SET,
         "stalls: beside_staging_tokens_per_s",
     ),
