@@ -23,7 +23,7 @@ from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from benchmarks.common import models, options
 from benchmarks.common.report import Report, Summary
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 
@@ -83,7 +83,7 @@ def measure(
 
 def ours(path: Path) -> Weights:
     with AbandonableThread(lambda: None) as thread:
-        yield from read_safetensors([str(path)], thread, RateLimit(0, lambda: False))
+        yield from read_safetensors([str(path)], thread, UNPACED)
 
 
 def mapped(path: Path) -> Weights:
