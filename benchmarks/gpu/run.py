@@ -11,25 +11,24 @@ The exit status is 1 if a part failed. A part that cannot run on this machine is
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import machine
+from benchmarks.common.machine import ROOT
+from benchmarks.common.processes import run_limited
 from benchmarks.gpu import report
 
-ROOT = Path(__file__).parents[2]
 STEPS = Path(__file__).with_name("steps")
 RESULTS = Path(__file__).with_name("results")
 MACHINE = "machine.json"
@@ -65,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no step is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     folder = (options.out or RESULTS / datetime.now(UTC).strftime("%Y-%m-%dT%H.%M.%S")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    machine = describe_machine()
+    about = describe_machine()
     # without a card, sizes of one would take hours
-    machine["small"] = small = options.small or machine["card"] is None
-    (folder / MACHINE).write_text(json.dumps(machine, indent=1) + "\n")
-    print(f"{machine['card'] or 'no card'}; results go to {folder}", flush=True)
-    slowly = 1 if machine["card"] else WITHOUT_A_CARD
+    about["small"] = small = options.small or about["card"] is None
+    (folder / MACHINE).write_text(json.dumps(about, indent=1) + "\n")
+    print(f"{about['card'] or 'no card'}; results go to {folder}", flush=True)
+    slowly = 1 if about["card"] else WITHOUT_A_CARD
     deadline = time.monotonic() + slowly * options.limit
     failed = False
     for name in options.only or known:
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed |= has_failed(result)
         # what is known so far is readable while the next step runs
         (folder / PAGE).write_text(report.page(folder))
-    if options.publish and machine["card"] is not None:
+    if options.publish and about["card"] is not None:
         report.publish(folder)
     print(f"the page is {folder / PAGE}")
     return int(failed)
@@ -114,22 +113,10 @@ def run_step(
         cut = "The whole limit was over before this step."
     else:
         arguments = [*command, "--out", str(out), *(["--small"] if small else [])]
-        with (folder / f"{name}.log").open("wb") as log:
-            step = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-            try:
-                code = step.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                cut = f"The step was cut after {limit_s:.0f} s."
-            finally:
-                _kill_session(step.pid)
-                step.wait()
+        log = folder / f"{name}.log"
+        code = run_limited(arguments, log=log, limit_s=limit_s, cwd=ROOT)
+        if code is None:
+            cut = f"The step was cut after {limit_s:.0f} s."
     result = _read(name, out, code=code, cut=cut)
     result["seconds"] = round(time.monotonic() - begin, 1)
     out.write_text(json.dumps(result, indent=1) + "\n")
@@ -156,8 +143,8 @@ def describe_machine() -> dict[str, Any]:
         "driver": _driver() if has_card else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "sglang": _version("sglang"),
-        "triton": _version("triton"),
+        "sglang": machine.version_of("sglang"),
+        "triton": machine.version_of("triton"),
         "python": platform.python_version(),
     }
 
@@ -182,40 +169,15 @@ def _failed(why: str) -> dict[str, Any]:
     return {"state": "failed", "why": why, "values": {}, "seconds": 0.0}
 
 
-def _kill_session(session: int) -> None:
-    """Kill every process of the session: servers have process groups of their own."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # the name before it is in parentheses, and may hold spaces
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
-
-
 def _commit() -> str:
     if known := os.environ.get(COMMIT):
         return known
-    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"
+    return machine.commit()
 
 
 def _driver() -> str:
     query = ("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    return _output("nvidia-smi", *query) or "unknown"
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return machine.output("nvidia-smi", *query) or "unknown"
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.common.machine import ROOT
 from benchmarks.gpu import report
 from benchmarks.gpu.marked import IN_BLOCKS, LARGE, SMALL, TINY, TORN, Marked
 from benchmarks.gpu.report import BEGIN, END
-from benchmarks.gpu.run import ORDER, ROOT, STEPS, has_failed, limit_of, run_step, steps
+from benchmarks.gpu.run import ORDER, STEPS, has_failed, limit_of, run_step, steps
 from benchmarks.gpu.servers import started
 from benchmarks.gpu.step import CUT, UNREACHED, NotRun, Step, spread, timed
 from harness import marker
