@@ -56,6 +56,7 @@ class Sample:
     """One update. ``held_ms`` is upstream's block. Upstream has no receipt, and zeros for it."""
 
     held_ms: float
+    step_ms: float
     staged_s: float
     receipt_copies: float
     own_copies: float
@@ -70,12 +71,9 @@ def main(
     streams: options.Streams = 2,
     updates: Annotated[int, typer.Option(min=1, help="there and back, of each kind")] = 2,
     rounds: options.Rounds = 2,
-    quick: Annotated[bool, typer.Option(envvar="QUICK", help="135m, 1 round, 3 percents")] = False,
     json: options.Json = None,
 ) -> None:
     """Memory, commit and staging by the share of changed elements, beside upstream's update."""
-    if quick:
-        sizes, changed, rounds = "135m", "0.1,1,100", 1
     percents = [float(percent) for percent in changed.split(",")]
     report = Report(
         "changes",
@@ -90,6 +88,7 @@ def main(
             "over upstream's",
             "staged, s",
             "over device's",
+            "step, ms",
         ),
         {"changed": changed, "streams": streams, "updates": updates, "rounds": rounds},
         notes=[
@@ -101,6 +100,7 @@ def main(
         samples: Samples = defaultdict(list)
         with tempfile.TemporaryDirectory() as folder:
             model = models.build(Path(folder), size)
+            report.facts.setdefault("model_bytes", {})[size] = models.bytes_of(model)
             for _ in range(rounds):
                 for server in get_args(Server):
                     _run(server, model, percents, streams, updates, samples)
@@ -139,6 +139,7 @@ def _add_rows(report: Report, size: str, case: Case, samples: Samples) -> None:
             held_over_upstream=held.median / blocked.median,
             staged_s=staged,
             staged_over_device=staged and staged.median / device_staged.median,
+            step_ms=Summary.of(s.step_ms for s in found),
         )
         if server == "changes" and case.percent == GOAL_PERCENT:
             name = f"{size}, {case.way}, {case.percent:g} %"
@@ -222,7 +223,8 @@ class _Run:
                         await running.wait_for(arrivals=3)
                         memory.forget_peak()
                         update = await asyncio.to_thread(self._send, case.way, served, to)
-                        found.append((case, self._sample(update, memory)))
+                        step_ms = 1000 * running.step_s(end=update.sent)
+                        found.append((case, self._sample(update, memory, step_ms)))
         return found
 
     def _send(self, way: Way, served: Path, checkpoint: Path) -> Update:
@@ -230,12 +232,13 @@ class _Run:
             return self.sender.load_checkpoint(checkpoint)
         return self.sender.patch(served, checkpoint)
 
-    def _sample(self, update: Update, memory: Memory) -> Sample:
+    def _sample(self, update: Update, memory: Memory, step_ms: float) -> Sample:
         weights = models.bytes_of(self.model)
         staged_as = update.receipt.get("staged_as") or {}
         memory.look()
         return Sample(
             held_ms=1000 * update.seconds if update.stall_ms is None else update.stall_ms,
+            step_ms=step_ms,
             staged_s=update.receipt.get("staged_s", 0.0),
             receipt_copies=staged_as.get("staging_bytes_peak", 0) / weights,
             own_copies=(memory.own - memory.first_own) / weights,

@@ -35,10 +35,11 @@ def main(
     """Commit time over model size, beside the time that upstream's update blocks."""
     report = Report(
         "commit_size",
-        ("model", "MB", "ours: loop held, ms", "upstream: blocked, ms", "upstream, ms/GB", "ratio"),
+        ("model", "MB", "ours: loop held, ms", "upstream: blocked, ms", "upstream, ms/GB", "ratio",
+         "step, ms"),
         {"streams": streams, "updates": updates, "rounds": rounds},
-        notes=["ratio: upstream's median over ours."],
-    )
+        notes=["ratio: upstream's median over ours.", "step: of our server, beside the updates."],
+    )  # fmt: skip
     held: dict[str, float] = {}
     names = sizes.split(",")
     for name in names:
@@ -57,10 +58,13 @@ def _compare(
 ) -> float:
     """Add a row, and return our median."""
     times: dict[Kind, list[float]] = {kind: [] for kind in PAIR}
+    steps: dict[Kind, list[float]] = {kind: [] for kind in PAIR}
     for _ in range(rounds):
         for kind in PAIR:
             with start(kind, model, env=UNPACED) as peer:
-                times[kind] += asyncio.run(_measure(peer, model, streams, updates))
+                found, step_ms = asyncio.run(_measure(peer, model, streams, updates))
+            times[kind] += found
+            steps[kind].append(step_ms)
     ours, upstream = (Summary.of(times[kind]) for kind in PAIR)
     gigabytes = models.bytes_of(model) / 1e9
     report.add(
@@ -70,12 +74,15 @@ def _compare(
         upstream_ms=upstream,
         upstream_ms_per_gb=upstream.median / gigabytes,
         ratio=upstream.median / ours.median,
+        step_ms=Summary.of(steps["ours"]),
     )
     return ours.median
 
 
-async def _measure(peer: Peer, model: Path, streams: int, updates: int) -> list[float]:
-    """Return each update's milliseconds. The first update warms up and does not count."""
+async def _measure(
+    peer: Peer, model: Path, streams: int, updates: int
+) -> tuple[list[float], float]:
+    """Return each update's milliseconds, and a step's. The first update warms up only."""
     found = []
     with trainer(peer, model) as sender:
         async with (
@@ -86,7 +93,7 @@ async def _measure(peer: Peer, model: Path, streams: int, updates: int) -> list[
                 await running.wait_for(arrivals=3)
                 update = await asyncio.to_thread(sender.update, "disk")
                 found.append(1000 * update.seconds if update.stall_ms is None else update.stall_ms)
-    return found[1:]
+            return found[1:], 1000 * running.step_s()
 
 
 if __name__ == "__main__":

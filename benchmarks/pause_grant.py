@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.common import models, options
 from benchmarks.common.load import Load, load, prompt, read_stream
-from benchmarks.common.peers import Kind, Peer, has_vllm, start
+from benchmarks.common.peers import NO_VLLM, Kind, Peer, every_kind, has_vllm, start
 from benchmarks.common.report import Report, Summary
 
 State = Literal["idle", "decoding", "prefill"]
@@ -47,11 +47,13 @@ def main(
     streams: options.Streams = 8,
     samples: Annotated[int, typer.Option(help="pauses of each state and start")] = 20,
     chunk: Annotated[int, typer.Option(help="tokens of one prefill step")] = 512,
+    tp_size: Annotated[int, typer.Option(min=1, help="ranks that share the model")] = 1,
     rounds: options.Rounds = 3,
     json: options.Json = None,
 ) -> None:
     """Time to pause: idle, while decoding, and in a prefill of 4096 tokens."""
-    kinds: list[Kind] = ["ours", "upstream", *(["vllm"] if has_vllm() else [])]  # type: ignore[list-item]
+    # vLLM has no tensor parallelism on so few cores
+    kinds = [kind for kind in every_kind() if kind != "vllm" or tp_size == 1]
     report = Report(
         "pause_grant",
         (
@@ -63,17 +65,21 @@ def main(
             "late tokens",
             "step, ms",
         ),
-        {"size": size, "streams": streams, "samples": samples, "chunk": chunk, "rounds": rounds},
+        {
+            "size": size, "streams": streams, "samples": samples, "chunk": chunk,
+            "tp_size": tp_size, "rounds": rounds,
+        },
         notes=["upstream's answer is no acknowledgement: compare silence."],
-    )
+    )  # fmt: skip
     if not has_vllm():
-        report.notes.append("vLLM was left out: VLLM_PYTHON is not set.")
+        report.notes.append(NO_VLLM)
     grants: dict[tuple[Kind, State], list[Grant]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         model = models.build(Path(folder), size)
         for _ in range(rounds):
             for kind in kinds:
-                with start(kind, model, chunk=chunk) as peer:
+                flags = ("--tp-size", str(tp_size))
+                with start(kind, model, chunk=chunk, flags=flags) as peer:
                     for state, found in asyncio.run(_measure(peer, streams, samples)).items():
                         grants[kind, state] += found
     for (kind, state), found in sorted(grants.items(), key=lambda item: item[0][1]):

@@ -45,7 +45,8 @@ def main(
     )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        path = models.build(Path(folder), size) / "model.safetensors"
+        path = models.build(Path(folder), size) / models.WEIGHTS
+        report.facts["model_bytes"] = {size: path.stat().st_size}
         shadow = {name: tensor.clone() for name, tensor in ours(path)}
         for state, prepare in (("warm", warm), ("cold", forget)):
             seconds: dict[str, list[float]] = {reader.__name__: [] for reader in READERS}

@@ -48,6 +48,7 @@ def main(
     windows: Annotated[int, typer.Option(help="pairs of windows of each transport and start")] = 3,
     every: Annotated[float, typer.Option(help="seconds from one update to the next")] = 2,
     rounds: options.Rounds = 2,
+    way: options.Way = None,
     json: options.Json = None,
 ) -> None:
     """Throughput and memory of a run with many updates."""
@@ -60,11 +61,12 @@ def main(
             "updates: in one window. Memory: the most over the start, in copies of the weights.",
         ],
     )
+    transports = (way,) if way else TRANSPORTS
     found: dict[tuple[Transport, Kind], Found] = defaultdict(Found)
     with tempfile.TemporaryDirectory() as folder:
         model = models.build(Path(folder), size)
         for _ in range(rounds):
-            for transport in TRANSPORTS:
+            for transport in transports:
                 for kind in PAIR:
                     with start(kind, model) as peer, trainer(peer, model) as sender:
                         run = _Run(peer, sender, transport, models.bytes_of(model), every)
@@ -80,7 +82,7 @@ def main(
             own_copies=Summary.of(it.own_copies),
             all_copies=Summary.of(it.all_copies),
         )
-    for transport in TRANSPORTS:
+    for transport in transports:
         ours = found[transport, "ours"]
         ratio = Summary.of(ours.ratios).median
         report.goal(f"ours, {transport}: ratio, at least 0.95", ratio, at_least=0.95)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,6 +83,11 @@ class Load:
 
     def last_arrival(self) -> float:
         return max((s.arrivals[-1].at for s in self.streams if s.arrivals), default=0.0)
+
+    def step_s(self, start: float = float("-inf"), end: float = float("inf")) -> float:
+        """Return the median gap of all streams in a window, which is a step's time."""
+        gaps = (stream.gaps_within(start, end) for stream in self.streams)
+        return statistics.median(itertools.chain.from_iterable(gaps))
 
     def tokens(self, start: float, end: float) -> int:
         return sum(a.tokens for s in self.streams for a in s.arrivals if start <= a.at < end)

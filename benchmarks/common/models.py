@@ -36,8 +36,12 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=1, vocab=1024),
+    # with heads that two ranks can share, also below
+    "tiny-even": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=2, vocab=1024),
     # the shape of SmolLM2-135M
     "135m": Shape(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3),
+    # nearly that size
+    "135m-even": Shape(hidden=576, ffn=1536, layers=30, heads=8, kv_heads=4),
     "500m": Shape(hidden=1280, ffn=3456, layers=25, heads=20, kv_heads=5),
     "1.5b": Shape(hidden=2048, ffn=5632, layers=32, heads=32, kv_heads=4),
 }

@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.common.trainer import Transport
+
 Json = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
 Rounds = Annotated[
     int, typer.Option(min=1, help="how often each server is started, one after the other")
 ]
-Size = Annotated[str, typer.Option(help="model: smollm2, tiny, 135m, 500m or 1.5b")]
+Size = Annotated[
+    str, typer.Option(help="model: smollm2, tiny, tiny-even, 135m, 135m-even, 500m, 1.5b")
+]
+Way = Annotated[Transport | None, typer.Option(help="send weights in this way only")]
 Sizes = Annotated[str, typer.Option(help="models, smallest first, with commas between")]
 Streams = Annotated[int, typer.Option(min=1, help="requests that run at a time")]

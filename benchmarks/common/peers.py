@@ -8,6 +8,7 @@ own, with its python in ``VLLM_PYTHON``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -21,8 +22,9 @@ from typing import Any, ClassVar, Literal
 
 import httpx
 
+from benchmarks.common.machine import VLLM_PYTHON
 from harness.server import free_port, serve
-from harness.starting import on_path
+from harness.starting import make_zygotes, on_path
 
 Kind = Literal["ours", "upstream", "vllm"]
 
@@ -35,14 +37,22 @@ class Peer(ABC):
     """A running server."""
 
     stream_path: ClassVar[str]
-    pause_path: ClassVar[str]
-    pause_body: ClassVar[dict[str, Any]]
     resume_path: ClassVar[str]
 
-    def __init__(self, kind: Kind, url: str, pid: int) -> None:
+    def __init__(self, kind: Kind, url: str, pid: int, log: Path) -> None:
         self.kind: Kind = kind
         self.url = url
         self.pid = pid
+        self.log = log
+
+    @classmethod
+    @abstractmethod
+    def pause_call(cls, mode: str | None = None) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body of a pause.
+
+        ``mode`` is the server's name of it. None is the one that leaves running requests as they
+        are.
+        """
 
     @abstractmethod
     def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
@@ -69,7 +79,8 @@ class Peer(ABC):
             self.halt()
 
     async def pause(self, client: httpx.AsyncClient) -> None:
-        (await client.post(self.pause_path, json=self.pause_body)).raise_for_status()
+        path, body = self.pause_call()
+        (await client.post(path, json=body)).raise_for_status()
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         (await client.post(self.resume_path, json={})).raise_for_status()
@@ -77,9 +88,11 @@ class Peer(ABC):
 
 class SGLang(Peer):
     stream_path = "/generate"
-    pause_path = "/pause_generation"
-    pause_body: ClassVar[dict[str, Any]] = {"mode": "in_place"}
     resume_path = "/continue_generation"
+
+    @classmethod
+    def pause_call(cls, mode: str | None = None) -> tuple[str, dict[str, Any]]:
+        return "/pause_generation", {"mode": mode or "in_place"}
 
     def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
@@ -92,10 +105,12 @@ class SGLang(Peer):
 
 class VLLM(Peer):
     stream_path = "/v1/completions"
-    # without clear_cache=false, "keep" recomputes running requests
-    pause_path = "/pause?mode=keep&clear_cache=false"
-    pause_body: ClassVar[dict[str, Any]] = {}
     resume_path = "/resume"
+
+    @classmethod
+    def pause_call(cls, mode: str | None = None) -> tuple[str, dict[str, Any]]:
+        # versions before 0.32 recompute running requests in "keep" without clear_cache=false
+        return f"/pause?mode={mode}" if mode else "/pause?mode=keep&clear_cache=false", {}
 
     def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
         usage = {"include_usage": True, "continuous_usage_stats": True}
@@ -114,8 +129,18 @@ class VLLM(Peer):
         return tokens
 
 
+CLASSES: dict[Kind, type[Peer]] = {"ours": SGLang, "upstream": SGLang, "vllm": VLLM}
+# of a report without vLLM
+NO_VLLM = f"vLLM was left out: {VLLM_PYTHON} is not set."
+
+
 def has_vllm() -> bool:
-    return "VLLM_PYTHON" in os.environ
+    return VLLM_PYTHON in os.environ
+
+
+def every_kind() -> list[Kind]:
+    """Return ours, upstream, and vLLM if there is one."""
+    return [kind for kind in CLASSES if kind != "vllm" or has_vllm()]
 
 
 @contextlib.contextmanager
@@ -132,6 +157,7 @@ def start(
 
     ``flags`` are SGLang's. ``plugins`` is a folder with more plugins, for upstream only.
     """
+    _prepare()
     # at SIGTERM a benchmark ends its server too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
@@ -143,6 +169,12 @@ def start(
         )
         with server as peer:
             yield peer
+
+
+@functools.cache
+def _prepare() -> None:
+    """Import SGLang once for each kind of server, and for both at once."""
+    make_zygotes(_plugins_of("upstream", None))
 
 
 @contextlib.contextmanager
@@ -159,7 +191,7 @@ def _sglang(
     if chunk is not None:
         flags += ["--chunked-prefill-size", str(chunk)]
     with serve(model, *flags, log=log, env={**_plugins_of(kind, plugins), **(env or {})}) as server:
-        yield SGLang(kind, server.url, server.process.pid)
+        yield SGLang(kind, server.url, server.process.pid, log)
 
 
 def _plugins_of(kind: Kind, folder: Path | None) -> dict[str, str]:
@@ -175,7 +207,7 @@ def _plugins_of(kind: Kind, folder: Path | None) -> dict[str, str]:
 def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
     port = free_port()
     command = [
-        os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server",
+        os.environ[VLLM_PYTHON], "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(model), "--served-model-name", "model",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
         "--enforce-eager", "--gpu-memory-utilization", "0.1",
@@ -192,7 +224,7 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_up(process, url, log)
-        yield VLLM("vllm", url, process.pid)
+        yield VLLM("vllm", url, process.pid, log)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import scipy.stats
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.common import machine
 
 FILE_WIDTH = 160  # width of a table outside a terminal
 
@@ -37,6 +36,8 @@ class Summary:
         return cls(statistics.median(known), min(known), max(known), p95, len(known))
 
     def show(self) -> str:
+        if self.count == 1:
+            return _round(self.median)
         return f"{_round(self.median)} ({_round(self.low)} to {_round(self.high)})"
 
 
@@ -60,7 +61,10 @@ class Goal:
 
 @dataclass
 class Report:
-    """One benchmark's result. ``rows`` hold the table's cells as numbers."""
+    """One benchmark's result. ``rows`` hold the table's cells as numbers, in the columns' order.
+
+    ``facts`` has what a limit or a picture needs beside the rows.
+    """
 
     name: str
     columns: Sequence[str]
@@ -68,6 +72,21 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Report:
+        """Return the report that ``write`` has put into ``file``."""
+        content = json.loads(file.read_text())
+        return cls(
+            name=content["benchmark"],
+            columns=content["columns"],
+            options=content["options"],
+            rows=[{k: _unplain(v) for k, v in row.items()} for row in content["rows"]],
+            goals=[Goal(**goal) for goal in content["goals"]],
+            notes=content["notes"],
+            facts=content["facts"],
+        )
 
     def add(self, **cells: Any) -> None:
         self.rows.append(cells)
@@ -90,7 +109,7 @@ class Report:
         for column in self.columns:
             table.add_column(column)
         for row in self.rows:
-            table.add_row(*(_cell(value) for value in row.values()))
+            table.add_row(*(cell(value) for value in row.values()))
         console.print(table)
         for goal in self.goals:
             mark = "[green]met[/]" if goal.is_met else "[red]missed[/]"
@@ -103,16 +122,19 @@ class Report:
             return
         content = {
             "benchmark": self.name,
-            "environment": _environment(),
+            "versions": machine.versions(),
             "options": self.options,
+            "columns": list(self.columns),
             "rows": [{k: _plain(v) for k, v in row.items()} for row in self.rows],
             "goals": [asdict(goal) for goal in self.goals],
             "notes": self.notes,
+            "facts": self.facts,
         }
         file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return the text of a table's cell: three digits, and nothing for None."""
     if isinstance(value, Summary):
         return value.show()
     if isinstance(value, float):
@@ -128,12 +150,5 @@ def _plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, Summary) else value
 
 
-def _environment() -> dict[str, Any]:
-    return {
-        "sglang": version("sglang"),
-        "sglang-inflight": version("sglang-inflight"),
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
+def _unplain(value: Any) -> Any:
+    return Summary(**value) if isinstance(value, dict) else value

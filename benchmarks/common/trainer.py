@@ -2,14 +2,17 @@
 
 The patched server gets ``non_blocking`` updates. Upstream gets the calls of its own clients: pause
 in place, begin, send, end, continue, with the cache kept. Both get the same bytes by the same
-calls. The sent weights equal the served ones: an update's cost does not depend on the values, and
-the streams stay the same throughout.
+calls. vLLM on a CPU can only load from disk: pause, reload, resume. The sent weights equal the
+served ones: an update's cost does not depend on the values, and the streams stay the same
+throughout.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -17,23 +20,27 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import torch
 
-from benchmarks.common.peers import Kind, Peer
+from benchmarks.common.peers import CLASSES, Kind, Peer
 from examples.stories.weights import changes_between
+from harness.starting import forked_children
 from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
 # many small tensors, with the checkpoint's names of small tensors in turn
 Small = Literal["value", "broadcast"]
+# in an update: before the first byte, amid the bytes, before the commit, and after its answer
+Phase = Literal["begun", "sending", "staged", "committed"]
 
 GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
@@ -66,12 +73,36 @@ class Update:
 class Trainer:
     """The benchmark's side of the trainer process."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, process: SpawnProcess) -> None:
         self._connection = connection
+        self._process = process
 
-    def update(self, transport: Transport) -> Update:
-        """Send the checkpoint, and wait until it is live."""
-        return self._order("update", transport)
+    def update(self, transport: Transport, mode: str | None = None) -> Update:
+        """Send the checkpoint, and wait until it is live.
+
+        ``mode`` is a server's mode of a pause around the update. Without it, ours makes no pause,
+        and the peers make one that leaves running requests as they are. ``recompute`` is ours
+        alone: no pause, and the commit retracts running requests.
+        """
+        return self._order("update", transport, mode)
+
+    def update_until(self, transport: Transport, phase: Phase) -> None:
+        """Begin an update, and return when it is in ``phase``. It goes no further.
+
+        In ``sending``, a broadcast is on its way.
+        """
+        self._connection.send(("update_until", (transport, phase)))
+        answer = self._connection.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer == phase
+
+    def kill(self) -> float:
+        """End the process by SIGKILL, and return the ``time.perf_counter()`` of it."""
+        at = time.perf_counter()
+        self._process.kill()
+        self._process.join()
+        return at
 
     def load_checkpoint(self, checkpoint: Path) -> Update:
         """Let the server load another checkpoint from disk, and wait until it is live."""
@@ -92,6 +123,13 @@ class Trainer:
         """
         return self._order("send_small", transport, count)
 
+    def send_by_value(self, nbytes: int) -> Update:
+        """Send tensors of ``nbytes`` in all, pickled into one body, and wait until they are live.
+
+        Upstream's calls block: they wait for running requests, and new ones wait for them.
+        """
+        return self._order("send_by_value", nbytes)
+
     def _order(self, call: str, *arguments: object) -> Update:
         self._connection.send((call, arguments))
         answer = self._connection.recv()
@@ -109,10 +147,11 @@ def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trai
     process = context.Process(
         target=_run, args=(theirs, peer.kind, peer.url, model, bytes_per_s), daemon=True
     )
-    process.start()
+    with forked_children():
+        process.start()
     theirs.close()
     try:
-        yield Trainer(ours)
+        yield Trainer(ours, process)
     finally:
         process.kill()
         process.join()
@@ -126,7 +165,7 @@ def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: flo
     # handles any process can open, not only a child of this one
     torch.multiprocessing.set_sharing_strategy("file_system")
     with httpx.Client(base_url=url, timeout=600) as client:
-        sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
+        sender = _Sender(client, model, kind, bytes_per_s=bytes_per_s, tell=orders.send)
         while True:
             try:
                 call, arguments = orders.recv()
@@ -139,27 +178,45 @@ def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: flo
 
 class _Sender:
     def __init__(
-        self, client: httpx.Client, model: Path, *, is_ours: bool, bytes_per_s: float
+        self,
+        client: httpx.Client,
+        model: Path,
+        kind: Kind,
+        *,
+        bytes_per_s: float,
+        tell: Callable[[object], None],
     ) -> None:
         self._client = client
         self._model = model
-        self._is_ours = is_ours
+        self._kind = kind
         self._bytes_per_s = bytes_per_s
-        self._how = {"non_blocking": True} if is_ours else {}
+        self._tell = tell
+        self._how = {"non_blocking": True} if kind == "ours" else {}
+        self._until: Phase | None = None
+        self._flushes = False
         self._weights: Named | None = None
         self._buckets: list[Bucket] = []
         self._group: TrainerGroup | None = None
         self._count = 0
         self._last_byte = 0.0
+        self._by_value = b""
 
-    def update(self, transport: Transport) -> Update:
+    def update(self, transport: Transport, mode: str | None = None) -> Update:
         self._count += 1
         pieces = self._prepare(transport)
         sent = self._last_byte = time.perf_counter()
-        with contextlib.nullcontext() if self._is_ours else self._paused():
+        # running requests that stay as they are keep their KV
+        self._flushes = mode not in (None, "in_place", "keep")
+        is_in_flight = self._kind == "ours" and mode in (None, "recompute")
+        with contextlib.nullcontext() if is_in_flight else self._paused(mode):
             receipt = self._from_disk() if transport == "disk" else self._session(pieces)
         answered = time.perf_counter()
         return Update(sent, self._last_byte, answered, receipt)
+
+    def update_until(self, transport: Transport, phase: Phase) -> None:
+        self._until = phase
+        self.update(transport)
+        raise RuntimeError(f"the update was never in {phase!r}")
 
     def load_checkpoint(self, checkpoint: Path) -> Update:
         self._model = checkpoint
@@ -202,6 +259,28 @@ class _Sender:
             (receipt,) = answers
         return Update(sent, last_byte, time.perf_counter(), receipt)
 
+    def send_by_value(self, nbytes: int) -> Update:
+        if not self._by_value:
+            pairs: Named = []
+            weights = itertools.cycle(self._load())
+            while sum(tensor.nbytes for _, tensor in pairs) < nbytes:
+                name, tensor = next(weights)
+                pairs.append((name, tensor.clone()))
+            payload = base64.b64encode(pickle.dumps(pairs)).decode()
+            body = {"serialized_named_tensors": [payload], "flush_cache": False, **self._how}
+            self._by_value = json.dumps(body).encode()
+        sent = time.perf_counter()
+        if self._kind == "upstream":  # refuses tensors outside of a session
+            self._post("/begin_weight_update", {})
+        receipt = self._answer(
+            "/update_weights_from_tensor",
+            content=self._by_value,
+            headers={"Content-Type": "application/json"},
+        )
+        if self._kind == "upstream":
+            self._post("/end_weight_update", {})
+        return Update(sent, sent, time.perf_counter(), receipt)
+
     # ---- preparation, before the clock starts ------------------------------------------
 
     def _prepare(self, transport: Transport) -> list[Any]:
@@ -243,12 +322,16 @@ class _Sender:
     # ---- sending ---------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._post("/pause_generation", {"mode": "in_place"})
+    def _paused(self, mode: str | None) -> Iterator[None]:
+        peer = CLASSES[self._kind]
+        self._post(*peer.pause_call(mode))
         yield
-        self._post("/continue_generation", {})
+        self._post(peer.resume_path, {})
 
     def _from_disk(self) -> dict[str, Any]:
+        if self._kind == "vllm":
+            to = {"weights_path": str(self._model)}
+            return self._post("/collective_rpc", {"method": "reload_weights", "kwargs": to})
         body = {"model_path": str(self._model), **self._label(), **self._how}
         return self._post("/update_weights_from_disk", body)
 
@@ -256,16 +339,27 @@ class _Sender:
         begun = self._post("/begin_weight_update", self._how)
         # upstream's sessions have no id
         named = {name: begun[name] for name in ("session_id",) if name in begun}
-        for piece in pieces:
+        self._reach("begun")
+        for number, piece in enumerate(pieces):
             if isinstance(piece, str):
                 body = {"serialized_named_tensors": [piece], **self._label(), **self._how, **named}
                 self._last_byte = time.perf_counter()
                 self._post("/update_weights_from_tensor", body)
             else:
-                self._broadcast(piece, named)
-        return self._post("/end_weight_update", {**self._how, **named})
+                self._broadcast(piece, named, is_half_way=number == len(pieces) // 2)
+        self._reach("staged")
+        receipt = self._post("/end_weight_update", {**self._how, **named})
+        self._reach("committed")
+        return receipt
 
-    def _broadcast(self, bucket: Bucket, named: dict[str, Any]) -> None:
+    def _reach(self, phase: Phase, *, goes_on: bool = False) -> None:
+        """Tell that the update is in ``phase`` and, unless it goes on, wait there for our end."""
+        if self._until == phase:
+            self._tell(phase)
+            while not goes_on:
+                time.sleep(1)
+
+    def _broadcast(self, bucket: Bucket, named: dict[str, Any], *, is_half_way: bool) -> None:
         body = {
             **bucket.describe(),
             "group_name": GROUP,
@@ -276,15 +370,20 @@ class _Sender:
         assert self._group is not None
         with self._while_posting("/update_weights_from_distributed", body):
             is_sent = self._group.broadcast(bucket.flat)
+            if is_half_way:
+                self._reach("sending", goes_on=True)
             while not is_sent():
                 time.sleep(POLL_S)
             self._last_byte = time.perf_counter()
 
     def _label(self) -> dict[str, Any]:
-        return {"weight_version": f"v{self._count}", "flush_cache": False}
+        return {"weight_version": f"v{self._count}", "flush_cache": self._flushes}
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = self._client.post(path, json=body)
+        return self._answer(path, json=body)
+
+    def _answer(self, path: str, **content: Any) -> dict[str, Any]:
+        response = self._client.post(path, **content)
         answer: dict[str, Any] = response.json()
         if response.status_code != 200 or not answer.get("success", True):
             raise RuntimeError(f"{path}: {response.status_code} {answer}")
