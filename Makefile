@@ -12,7 +12,7 @@ RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
 .PHONY: demo test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
-	test-upstream test-version port lint doctor gpu
+	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
@@ -73,6 +73,12 @@ test-version: $(READY)
 gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu.run --publish
 
+# All benchmarks beside their peers, for hours, then RESULTS.md: make bench ONLY="throughput sleep"
+# QUICK=1 takes ten minutes, and leaves RESULTS.md as it is. Without a network vLLM is "not run".
+bench: $(READY)
+	-test -n "$(VLLM_PYTHON)" || $(MAKE) --silent .venv-vllm/.ready
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) --only "$(ONLY)" $(BENCH)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,6 +115,12 @@ $(PAIRS): $(READY)
 		zstandard==0.25.0 pillow==12.3.0 psutil==7.2.2 lark==1.3.1 tabulate==0.10.0 \
 		colorlog==6.12.0 wandb==0.31.0 swanlab==0.10.3 trackio==0.43.0 tensorboardX==2.6.5
 	.venv-areal/bin/pip install --quiet --no-deps areal==1.0.4 sglang==0.5.23
+	touch $@
+
+# Where this fails, the runner of the benchmarks shows the end of the log.
+.venv-vllm/.ready: benchmarks/peer_vllm.sh
+	mkdir -p .venv-vllm
+	PYTHON=$(PYTHON) benchmarks/peer_vllm.sh .venv-vllm >.venv-vllm/log 2>&1
 	touch $@
 
 .venv-router/.ready:
