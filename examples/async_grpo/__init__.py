@@ -1,0 +1,1 @@
+"""Asynchronous GRPO on one server, with five ways to update its weights: ``make rl``."""

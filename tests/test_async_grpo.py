@@ -1,0 +1,33 @@
+"""The example of asynchronous GRPO trains by two ways on a real server, and writes its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.examples import run
+from tests.support.pool import ServerPool
+
+
+def test_async_grpo_example_trains_and_reports(pool: ServerPool, tmp_path: Path) -> None:
+    # its server and trainer would share the cores
+    pool.discard()
+    out = tmp_path / "out"
+    lines = run(
+        *(tmp_path, "async_grpo", "--out", str(out), "--cache", str(tmp_path / "cache")),
+        # the base model has learned nothing, so its answers are long
+        *("--teaching", "2", "--seconds", "12"),
+        *("--way", "blocking", "--way", "in flight"),
+    )
+    assert any("logprobs off by" in line for line in lines)
+    assert "data:image/png;base64," in (out / "index.html").read_text()
+    results = json.loads((out / "results.json").read_text())["results"]
+    assert [result["way"] for result in results] == ["blocking", "in flight"]
+    for result in results:
+        assert result["labels"]["mislabelled"] == 0
+        assert result["tokens_made"] > 0
+        assert result["tokens_thrown_away"] == 0
+        assert sum(result["ages"].values()) == result["tokens_trained"]
+        assert len(result["curve"]) >= 1
+    blocking = results[0]
+    assert set(blocking["ages"]) <= {"0"}
