@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _stop)
     console = Console()
-    settings = replace(Settings(), seconds=options.seconds)
+    settings = replace(Settings(), seconds=options.seconds, steps=options.steps)
     torch.set_num_threads(THREADS)
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     logs = Path(tempfile.mkdtemp(prefix="sglang-inflight-rl-"))
@@ -66,6 +66,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=Settings.seconds, help="training time of each run"
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=Settings.steps, help="end each run after so many steps"
     )
     parser.add_argument("--seeds", type=_count, default=1, help="runs of each way")
     parser.add_argument(

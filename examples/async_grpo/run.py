@@ -31,13 +31,14 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """``seconds`` is the budget of a run. A step takes ``groups`` groups of ``group_size``.
+    """``seconds`` is the budget of a run, which also ends after ``steps`` steps, if given.
 
-    A server that never waits has ``running`` groups. ``max_version_lag`` is how many versions
-    behind the trainer a token may be.
+    A step takes ``groups`` groups of ``group_size``. A server that never waits has ``running``
+    groups. ``max_version_lag`` is how many versions behind the trainer a token may be.
     """
 
     seconds: float = 120.0
+    steps: int | None = None
     groups: int = 8
     group_size: int = 8
     running: int = 16
@@ -151,8 +152,10 @@ class _Trainer:
     def _collect(
         self, rollouts: Rollouts, start: float, on_progress: Callable[[float], None]
     ) -> list[Group] | None:
-        """Return a step's groups, or None when the time is over."""
+        """Return a step's groups, or None when the run is over."""
         batch: list[Group] = []
+        if self._step == self._settings.steps:
+            return None
         while (now := time.monotonic() - start) < self._settings.seconds:
             on_progress(now)
             if len(batch) == self._settings.groups:
