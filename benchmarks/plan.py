@@ -58,7 +58,7 @@ PLAN = (
     Planned("timeline", "", "--size tiny --quiet 2 --way disk", 900, has_quick_vllm=True),
     Planned(
         "throughput",
-        "--sizes tiny,135m --rounds 2 --turns 24",
+        "--sizes tiny,135m --rounds 3 --turns 24",
         "--sizes tiny --rounds 1 --turns 2",
         3600,
     ),

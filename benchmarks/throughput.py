@@ -3,14 +3,17 @@
 The tiny model's step is almost all scheduler, so it shows the cost of a step in microseconds. The
 larger model shows the cost's share of an ordinary step.
 
-A machine drifts by more than one per cent a minute. So both servers are up at once and take turns
-every few seconds, one stopped by a signal while the other is measured. The result is the median of
-the ratios of neighbouring turns.
+A machine drifts by more than one per cent a minute. So all servers are up at once and take turns
+every few seconds, the others stopped by a signal while one is measured. The result is the median of
+the ratios of neighbouring turns. A second unpatched server is the control: two servers that are
+alike differ by as much as the machine's noise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +26,7 @@ from benchmarks.common.load import generate
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary, median_interval
 
-PAIR: tuple[Kind, Kind] = ("ours", "upstream")
+SERVERS: dict[str, Kind] = {"ours": "ours", "upstream": "upstream", "control": "upstream"}
 PROMPT_TOKENS = 32
 
 
@@ -38,7 +41,14 @@ def main(
     """Tokens/s of the patched and the unpatched server under the same load."""
     report = Report(
         "throughput",
-        ("model", "ours, tokens/s", "upstream, tokens/s", "ratio", "ours - upstream, µs/step"),
+        (
+            "model",
+            "ours, tokens/s",
+            "upstream, tokens/s",
+            "ratio",
+            "control's ratio",
+            "ours - upstream, µs/step",
+        ),
         {"streams": streams, "tokens": tokens, "turns": turns, "rounds": rounds},
         notes=[
             "A ratio is that of two neighbouring turns. What follows "
@@ -56,47 +66,53 @@ def main(
 def _compare(
     report: Report, name: str, model: Path, streams: int, tokens: int, turns: int, rounds: int
 ) -> None:
-    ours: list[float] = []
-    theirs: list[float] = []
+    seconds: dict[str, list[float]] = {server: [] for server in SERVERS}
     for round_ in range(rounds):
         # the first server may get the better memory
-        kinds = PAIR if round_ % 2 == 0 else PAIR[::-1]
-        with start(kinds[0], model) as first, start(kinds[1], model) as second:
-            peers = {peer.kind: peer for peer in (first, second)}
-            seconds = asyncio.run(_take_turns(peers, streams, tokens, turns))
-        ours += seconds["ours"]
-        theirs += seconds["upstream"]
+        order = [*SERVERS][round_ % len(SERVERS) :] + [*SERVERS][: round_ % len(SERVERS)]
+        with contextlib.ExitStack() as stack:
+            peers = {server: stack.enter_context(start(SERVERS[server], model)) for server in order}
+            for server, took in asyncio.run(_take_turns(peers, streams, tokens, turns)).items():
+                seconds[server] += took
+    ours, control = seconds["ours"], seconds["control"]
+    theirs = [statistics.mean(both) for both in zip(seconds["upstream"], control, strict=True)]
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
+    alike = [one / other for one, other in zip(seconds["upstream"], control, strict=True)]
     ratio = Summary.of(ratios)
     report.add(
         model=name,
         ours=Summary.of(streams * tokens / s for s in ours),
         upstream=Summary.of(streams * tokens / s for s in theirs),
         ratio=ratio,
+        control=Summary.of(alike),
         step_us=Summary.of(
             1e6 * (our - their) / tokens for our, their in zip(ours, theirs, strict=True)
         ),
     )
-    low, high = median_interval(ratios)
-    report.notes.append(f"{name}: median ratio {ratio.median:.4f}, {low:.4f} to {high:.4f}")
+    for what, found in (("median ratio", ratios), ("the control's", alike)):
+        low, high = median_interval(found)
+        median = Summary.of(found).median
+        report.notes.append(f"{name}: {what} {median:.4f}, {low:.4f} to {high:.4f}")
     least = 0.995 if name == "tiny" else 0.99
     report.goal(f"{name}: tokens/s over upstream's, at least {least}", ratio.median, at_least=least)
 
 
 async def _take_turns(
-    peers: dict[Kind, Peer], streams: int, tokens: int, turns: int
-) -> dict[Kind, list[float]]:
+    peers: dict[str, Peer], streams: int, tokens: int, turns: int
+) -> dict[str, list[float]]:
     """Return the seconds of all streams together, by server. The first turns only warm up."""
-    seconds: dict[Kind, list[float]] = {kind: [] for kind in PAIR}
+    seconds: dict[str, list[float]] = {server: [] for server in peers}
     for peer in peers.values():
         peer.halt()
     for turn in range(1 + turns):
-        # A B, B A, A B: neither server is always second
-        for kind in PAIR if turn % 2 == 0 else PAIR[::-1]:
-            with peers[kind].going():
-                took = await _measure(peers[kind], streams, tokens)
+        # no server is always first, and each is before and after each other as often
+        at = turn // 2 % len(peers)
+        order = [*peers][at:] + [*peers][:at]
+        for server in order if turn % 2 == 0 else order[::-1]:
+            with peers[server].going():
+                took = await _measure(peers[server], streams, tokens)
             if turn > 0:
-                seconds[kind].append(took)
+                seconds[server].append(took)
     return seconds
 
 

@@ -28,6 +28,14 @@ from benchmarks.common.trainer import Trainer, Transport, trainer
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 
+# our server with the pace of bytes that a CPU had before, as a control of the time of an update
+FIXED_PACE = "fixed pace"
+_OF_FIXED_PACE = {
+    "SGLANG_INFLIGHT_PACE_BYTES_PER_S": str(256 << 20),
+    # Python was not counted
+    "SGLANG_INFLIGHT_PACE_SHARE": "1",
+}
+
 QUIET_S = 3.0  # before each update
 LINK_BYTES_PER_S = 100e6
 
@@ -101,26 +109,27 @@ def main(
             "rate: tokens/s during the update over those just before it.",
             "distributed: the trainer's link is held to 100 MB/s.",
             "vllm: pause, reload from disk, resume. It has no other way on a CPU.",
+            f"{FIXED_PACE}: ours, with 256 MiB touched per second, the default until 79a0126.",
         ],
     )
     if not has_vllm():
         report.notes.append(NO_VLLM)
-    samples: dict[tuple[Transport, Kind], list[Sample]] = defaultdict(list)
+    samples: dict[tuple[Transport, str], list[Sample]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         model = models.build(Path(folder), size)
         report.facts["model_bytes"] = {size: models.bytes_of(model)}
         for _ in range(rounds):
-            for kind in every_kind():
+            for server, (kind, env) in servers().items():
                 with (
-                    start(kind, model) as peer,
+                    start(kind, model, env=env) as peer,
                     trainer(peer, model, bytes_per_s=LINK_BYTES_PER_S) as sender,
                 ):
                     for what in ways_of(kind, transports):
-                        samples[what, kind] += asyncio.run(
+                        samples[what, server] += asyncio.run(
                             _measure(peer, sender, what, streams, updates)
                         )
-    for (what, kind), found in sorted(samples.items()):
-        _add_row(report, kind, what, found)
+    for (what, server), found in sorted(samples.items()):
+        _add_row(report, server, what, found)
     for what in transports:
         ours, theirs = (Summary.of(s.ratio for s in samples[what, k]).median for k in PAIR)
         excess = Summary.of(s.largest_ms / s.still_ms for s in samples[what, "ours"]).median
@@ -131,8 +140,18 @@ def main(
             at_most=1.15,
         )
         report.goal(f"{what}: that ratio over upstream's, below 1", ours / theirs, at_most=1)
+        new, old = (
+            Summary.of(s.update_s for s in samples[what, server]).median
+            for server in ("ours", FIXED_PACE)
+        )
+        report.goal(f"{what}: time at the fixed pace over ours, at least 2", old / new, at_least=2)
     report.show()
     report.write(json)
+
+
+def servers() -> dict[str, tuple[Kind, dict[str, str]]]:
+    """Return the kind and the environment of each compared server."""
+    return {FIXED_PACE: ("ours", _OF_FIXED_PACE), **{kind: (kind, {}) for kind in every_kind()}}
 
 
 def ways_of(kind: Kind, transports: Sequence[Transport]) -> list[Transport]:
@@ -140,9 +159,9 @@ def ways_of(kind: Kind, transports: Sequence[Transport]) -> list[Transport]:
     return [what for what in transports if kind != "vllm" or what == "disk"]
 
 
-def _add_row(report: Report, kind: Kind, what: Transport, samples: list[Sample]) -> None:
+def _add_row(report: Report, server: str, what: Transport, samples: list[Sample]) -> None:
     report.add(
-        server=kind,
+        server=server,
         update=what,
         ratio=Summary.of(s.ratio for s in samples),
         still_ratio=Summary.of(s.still_ratio for s in samples),
