@@ -156,15 +156,14 @@ class Settings:
         None,
         _natural,
         "bytes of memory per second that staging touches while requests run; a whole update "
-        "touches its bytes five times, and six times from disk; 0 does not pace; unset is no limit "
-        "on a CPU, and 100 GiB on a GPU",
+        "touches its bytes five times, and six times from disk; 0 does not pace; unset is 256 MiB "
+        "on a CPU, else 100 GiB",
     )
     pace_share: float | None = _setting(
         None,
         _share,
-        "share of one core's time that a staging thread works while requests run; on a GPU, and "
-        "with pace_bytes_per_s, only Python is counted; 1 does not limit it, and neither does "
-        "pace_bytes_per_s=0; unset is 0.125 on a CPU, and 0.25 on a GPU",
+        "share of one core's time that staging spends in Python while requests run; 1 does not "
+        "limit it, and neither does pace_bytes_per_s=0; unset is 0.25",
     )
     switch_interval_s: float = _setting(
         0.0002,
