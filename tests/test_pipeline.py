@@ -34,7 +34,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.plugins import with_plugin
-from tests.support.pool import CHUNK
+from tests.support.pool import CHUNK, empty
 from tests.support.sparse import SPARSE_SOURCES, SparseSender, changes
 from tests.support.updates import by_reference, refuse, succeed, tensor_body
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["depth-0", "depth-1"])
-def pipeline(
+def stages(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     flags = ["--pp-size", "2", "--pp-async-batch-depth", str(request.param)]
@@ -76,6 +76,15 @@ def pipeline(
     log = tmp_path_factory.mktemp("log") / "server.log"
     with serve(folder / "v0", *flags, log=log) as server:
         yield server
+
+
+@pytest.fixture
+def pipeline(stages: Server) -> Iterator[Server]:
+    yield stages
+    # requests of a failed test would hold up the next test's blocking update
+    if stages.is_alive():
+        resume(stages)
+        empty(stages)
 
 
 def test_spans_are_exact_in_both_stages(pipeline: Server, folder: Path) -> None:
