@@ -182,7 +182,7 @@ _MILES = "https://github.com/radixark/miles/pull/976 (2026-04-13), p2p-weight-tr
 
 @dataclass(frozen=True)
 class Package:
-    """What this package adds: its settings' defaults, its buffers, and its costs."""
+    """Constants of this package: its settings' defaults, its buffers, and its costs."""
 
     pace: Constant
     interpreter_share: Constant
@@ -216,7 +216,7 @@ PACKAGE = Package(
     interpreter_share=Constant(
         0.25,
         "of a core",
-        "docs/api.md, SGLANG_INFLIGHT_PACE_SHARE",
+        "docs/api.md, SGLANG_INFLIGHT_PACE_INTERPRETER",
         Status.SET,
         "stalls: beside_staging_tokens_per_s",
     ),
@@ -669,7 +669,7 @@ class Staging:
 
     @property
     def bound(self) -> str:
-        """Which part the others wait for."""
+        """Return the part that the others wait for."""
         parts = {
             "transport": self.transport_s,
             "pace of bytes": self.bytes_s,
@@ -731,7 +731,7 @@ def changes_sent_bytes(deployment: Deployment, share: float) -> float:
 
 @dataclass(frozen=True)
 class Staleness:
-    """What is old by the first token of a new version.
+    """The age of tokens and of the trainer at the first token of a new version.
 
     ``age_s``: seconds since the trainer had the version. ``tokens``: decoded meanwhile by a stream,
     with the version before. ``train_steps``: steps of the trainer meanwhile.

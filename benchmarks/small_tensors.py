@@ -30,7 +30,7 @@ from benchmarks.common.trainer import Small, Trainer, trainer
 SERVERS: dict[str, dict[str, str]] = {
     "ours": {},
     "unpaced": {
-        "SGLANG_INFLIGHT_PACE_SHARE": "1",
+        "SGLANG_INFLIGHT_PACE_INTERPRETER": "1",
         "SGLANG_INFLIGHT_SWITCH_INTERVAL_S": "0",
     },
 }

@@ -28,14 +28,6 @@ from benchmarks.common.trainer import Trainer, Transport, trainer
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 
-# our server with the pace of bytes that a CPU had before, as a control of the time of an update
-FIXED_PACE = "fixed pace"
-_OF_FIXED_PACE = {
-    "SGLANG_INFLIGHT_PACE_BYTES_PER_S": str(256 << 20),
-    # Python was not counted
-    "SGLANG_INFLIGHT_PACE_SHARE": "1",
-}
-
 QUIET_S = 3.0  # before each update
 LINK_BYTES_PER_S = 100e6
 
@@ -87,7 +79,6 @@ def main(
     rounds: options.Rounds = 2,
     # for a large model a distributed update alone takes minutes
     way: options.Way = None,
-    fixed: Annotated[bool, typer.Option(help=f"with the server of a {FIXED_PACE}")] = True,
     json: options.Json = None,
 ) -> None:
     """Largest gap over median gap of running streams, for each way to send weights."""
@@ -110,30 +101,26 @@ def main(
             "rate: tokens/s during the update over those just before it.",
             "distributed: the trainer's link is held to 100 MB/s.",
             "vllm: pause, reload from disk, resume. It has no other way on a CPU.",
-            f"{FIXED_PACE}: ours, with 256 MiB touched per second, the default until 79a0126.",
         ],
     )
     if not has_vllm():
         report.notes.append(NO_VLLM)
-    compared: dict[str, tuple[Kind, dict[str, str]]] = {kind: (kind, {}) for kind in every_kind()}
-    if fixed:
-        compared[FIXED_PACE] = "ours", _OF_FIXED_PACE
-    samples: dict[tuple[Transport, str], list[Sample]] = defaultdict(list)
+    samples: dict[tuple[Transport, Kind], list[Sample]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         model = models.build(Path(folder), size)
         report.facts["model_bytes"] = {size: models.bytes_of(model)}
         for _ in range(rounds):
-            for server, (kind, env) in compared.items():
+            for kind in every_kind():
                 with (
-                    start(kind, model, env=env) as peer,
+                    start(kind, model) as peer,
                     trainer(peer, model, bytes_per_s=LINK_BYTES_PER_S) as sender,
                 ):
                     for what in ways_of(kind, transports):
-                        samples[what, server] += asyncio.run(
+                        samples[what, kind] += asyncio.run(
                             _measure(peer, sender, what, streams, updates)
                         )
-    for (what, server), found in sorted(samples.items()):
-        _add_row(report, server, what, found)
+    for (what, kind), found in sorted(samples.items()):
+        _add_row(report, kind, what, found)
     for what in transports:
         ours, theirs = (Summary.of(s.ratio for s in samples[what, k]).median for k in PAIR)
         excess = Summary.of(s.largest_ms / s.still_ms for s in samples[what, "ours"]).median
@@ -144,13 +131,6 @@ def main(
             at_most=1.15,
         )
         report.goal(f"{what}: that ratio over upstream's, below 1", ours / theirs, at_most=1)
-        if not fixed:
-            continue
-        new, old = (
-            Summary.of(s.update_s for s in samples[what, server]).median
-            for server in ("ours", FIXED_PACE)
-        )
-        report.goal(f"{what}: time at the fixed pace over ours, at least 2", old / new, at_least=2)
     report.show()
     report.write(json)
 
@@ -160,9 +140,9 @@ def ways_of(kind: Kind, transports: Sequence[Transport]) -> list[Transport]:
     return [what for what in transports if kind != "vllm" or what == "disk"]
 
 
-def _add_row(report: Report, server: str, what: Transport, samples: list[Sample]) -> None:
+def _add_row(report: Report, kind: Kind, what: Transport, samples: list[Sample]) -> None:
     report.add(
-        server=server,
+        server=kind,
         update=what,
         ratio=Summary.of(s.ratio for s in samples),
         still_ratio=Summary.of(s.still_ratio for s in samples),

@@ -159,11 +159,11 @@ class Settings:
         "touches its bytes five times, and six times from disk; 0 does not pace; unset is 256 MiB "
         "on a CPU, else 100 GiB",
     )
-    pace_share: float | None = _setting(
-        None,
+    pace_interpreter: float = _setting(
+        0.25,
         _share,
         "share of one core's time that staging spends in Python while requests run; 1 does not "
-        "limit it, and neither does pace_bytes_per_s=0; unset is 0.25",
+        "limit it, and neither does pace_bytes_per_s=0",
     )
     switch_interval_s: float = _setting(
         0.0002,

@@ -16,7 +16,7 @@ MACHINE = "machine.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What is known about one benchmark. ``report`` is None if it has written none.
+    """A benchmark of a folder, and how it ran. ``report`` is None if it has written none.
 
     ``run`` says how it ran: date, commit, versions, command, load, seconds, the copy bandwidth in
     bytes per second, which peers were left out, and its state.

@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Target,
     Write,
 )
-from sglang_inflight.scheduler.update.rate import Pace, RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -122,7 +122,7 @@ def test_copy_to_a_weight_is_rate_limited() -> None:
         def spend(self, nbytes: int) -> None:
             spent.append(nbytes)
 
-    loading = Loading(rate_limit=Seen(Pace(32 * 16, 1.0), is_busy=lambda: True))
+    loading = Loading(rate_limit=Seen(32 * 16, is_busy=lambda: True))
     loading.reached_by(lambda a, b: loading.weight.copy_(a))
     assert sum(spent) == 2 * loading.weight.nbytes
     assert len(spent) > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -12,13 +11,10 @@ import pytest
 import torch
 
 from sglang_inflight.scheduler.update import rate
-from sglang_inflight.scheduler.update.rate import Pace, RateLimit, copy_in_pieces
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 
 PIECE = 1 << 10  # bytes in one go
-RATE = Pace(round(PIECE / rate._PIECE_S), 1.0)
-# bytes are next to free
-PYTHON = Pace(1 << 40, 0.25)
-TIME = Pace(math.inf, 0.25)
+RATE = round(PIECE / rate._PIECE_S)
 
 
 class Clock:
@@ -60,15 +56,13 @@ def test_rate_is_kept_while_requests_run(clock: Clock) -> None:
     for _ in range(640):
         own.spend(PIECE // 10)
     # except a piece at the start and a piece still owed
-    assert clock.now - began == pytest.approx(
-        640 * (PIECE // 10) / RATE.bytes_per_s, abs=2 * rate._PIECE_S
-    )
+    assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * rate._PIECE_S)
     assert min(clock.slept) > rate._SHORTEST_SLEEP_S
 
 
 def test_idle_or_unlimited_rate_does_not_sleep(clock: Clock) -> None:
     RateLimit(RATE, is_busy=lambda: False).spend(1 << 30)
-    RateLimit(Pace(0, 0.25), is_busy=lambda: True).spend(1 << 30)
+    RateLimit(0, is_busy=lambda: True).spend(1 << 30)
     assert clock.slept == []
 
 
@@ -83,7 +77,7 @@ def load(own: RateLimit, clock: Clock, tensors: int, python_s: float) -> float:
 
 
 def test_interpreter_share_limits_small_tensors(clock: Clock) -> None:
-    own = RateLimit(PYTHON, is_busy=lambda: True)
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     worked = 10_000 * 0.0003
     # except a piece at the start and a piece still owed
     took = load(own, clock, 10_000, 0.0003)
@@ -92,22 +86,19 @@ def test_interpreter_share_limits_small_tensors(clock: Clock) -> None:
 
 def test_kernel_time_is_not_interpreter_time(clock: Clock) -> None:
     """A kernel releases the interpreter, and its bytes are counted elsewhere."""
-    own = RateLimit(PYTHON, is_busy=lambda: True)
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize("pace", [Pace(1 << 40, 1.0), Pace(math.inf, 1.0), Pace(0, 0.25)])
-def test_unlimited_share_does_not_sleep(clock: Clock, pace: Pace) -> None:
-    assert load(RateLimit(pace, lambda: True), clock, 1000, 0.0003) == pytest.approx(0.3)
-
-
-def test_kernel_time_counts_where_no_rate_counts_bytes(clock: Clock) -> None:
-    own = RateLimit(TIME, is_busy=lambda: True)
-    assert load(own, clock, 1000, 0.004) == pytest.approx(16.0, abs=2 * rate._PIECE_S)
+@pytest.mark.parametrize(
+    "own", [RateLimit(1 << 40, lambda: True), RateLimit(0, lambda: True, 0.25)]
+)
+def test_unlimited_interpreter_share_does_not_sleep(clock: Clock, own: RateLimit) -> None:
+    assert load(own, clock, 1000, 0.0003) == pytest.approx(0.3)
 
 
 def test_interpreter_time_is_counted_per_thread(clock: Clock) -> None:
-    own = RateLimit(PYTHON, is_busy=lambda: True)
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     load(own, clock, 1, 0.0003)
     clock.work(100)
     other = own.for_another_thread()
@@ -124,7 +115,7 @@ def test_walk_sleeps_in_a_thread_that_does_not_stage(clock: Clock) -> None:
     """A thread for each, because a limit stays with its thread."""
 
     def staging() -> None:
-        RateLimit(TIME, is_busy=lambda: True).limit_this_thread()
+        RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25).limit_this_thread()
         walk(clock)
 
     slept: list[float] = []
@@ -201,5 +192,5 @@ def test_loader_copies_are_rate_limited(rows: int, clock: Clock) -> None:
         copy_in_pieces(own, parameter, sent[rows:])
     assert torch.equal(parameter, sent[:rows])
     touched = copies * 2 * parameter.nbytes
-    assert clock.now - began == pytest.approx(touched / RATE.bytes_per_s, abs=2 * rate._PIECE_S)
+    assert clock.now - began == pytest.approx(touched / RATE, abs=2 * rate._PIECE_S)
     assert max(clock.slept) <= 2 * rate._PIECE_S

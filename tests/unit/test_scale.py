@@ -24,9 +24,10 @@ from benchmarks.scale import (
     Status,
 )
 from harness.starting import ROOT
-from sglang_inflight.scheduler.update.rate import choose_pace
+from sglang_inflight.scheduler.update.rate import choose_rate
 from sglang_inflight.scheduler.update.sources.groups import WINDOW_BYTES
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES
+from sglang_inflight.settings import Settings
 
 each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each.name)
 
@@ -72,9 +73,8 @@ def test_constant_settled_by_no_step_of_the_kit() -> None:
 
 
 def test_model_has_other_settings_than_the_package() -> None:
-    pace = choose_pace(None, None, torch.device("cuda"))
-    assert PACKAGE.pace.value == pace.bytes_per_s
-    assert PACKAGE.interpreter_share.value == pace.share
+    assert PACKAGE.pace.value == choose_rate(None, torch.device("cuda"))
+    assert PACKAGE.interpreter_share.value == Settings().pace_interpreter
     assert PACKAGE.spare.value == SPARE_BYTES
     assert PACKAGE.buffers.value == WINDOW_BYTES
 

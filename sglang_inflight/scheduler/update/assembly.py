@@ -19,11 +19,7 @@ from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.update.rate import (
-    UNPACED,
-    RateLimit,
-    choose_pace,
-)
+from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, choose_rate
 from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.served.layout import find_layout
 from sglang_inflight.scheduler.update.served.saving import Saving, why_not_saved
@@ -120,8 +116,9 @@ def make_staging(
     kv_tokens = cost.kv_tokens_by_form(nbytes, device.type, cost.kv_token_bytes(scheduler))
     cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker
-    pace = choose_pace(settings.pace_bytes_per_s, settings.pace_share, device)
-    paced = RateLimit(pace, is_busy)
+    paced = RateLimit(
+        choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
+    )
     # in place nothing decodes during an update, so nothing is paced
     if mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.prepare_to_hold)

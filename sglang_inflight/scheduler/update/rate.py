@@ -2,82 +2,62 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
 
-# Work of this time is done in one go, at a rate or at a share of the time. The delay of a step by
-# one piece is shorter.
+# A twentieth of the bandwidth of a small server's core, and a thirtieth of an H100's memory.
+_CPU_BYTES_PER_S = 256 << 20
+_DEVICE_BYTES_PER_S = 100 << 30
+
+# The bytes of this time are touched in one go. The delay of a step by one piece is shorter.
 _PIECE_S = 1 / 16
-# a piece without a rate: a core touches it in some 3 ms
-_PIECE_BYTES = 16 << 20
 # A sleep costs a quarter of a millisecond, most of it in caches gone cold. A shorter sleep is added
 # to the next one.
 _SHORTEST_SLEEP_S = _PIECE_S / 2
-# At a rate of bytes, Python between two calls of ``spend`` takes no longer. The rest is in torch's
-# kernels and copies, whose bytes are counted.
+# Between two calls of ``spend`` Python takes no longer. The rest is in torch's kernels and copies,
+# without the interpreter.
 _LONGEST_PYTHON_S = 0.0005
-# delay until a sleeper sees that no request runs
+# Delay until a sleeper sees that no request runs.
 _LONGEST_SLEEP_S = 0.1
 
 
-@dataclass(frozen=True)
-class Pace:
-    """The work that a staging thread may do while requests run.
-
-    bytes_per_s: memory touched; infinite is no limit on bytes, 0 is no limit at all
-    share: of the thread's time spent working; 1 is no limit
-    """
-
-    bytes_per_s: float
-    share: float
-
-
-# The bytes are a twentieth of the bandwidth of a small server's core.
-_CPU_PACE = Pace(256 << 20, 1 / 4)
-# The bytes are a thirtieth of an H100's memory bandwidth.
-_DEVICE_PACE = Pace(100 << 30, 1 / 4)
-
-
-def choose_pace(bytes_per_s: int | None, share: float | None, device: torch.device) -> Pace:
-    """Return the pace of these settings. None is the default of the kind of device."""
-    default = _CPU_PACE if device.type == "cpu" else _DEVICE_PACE
-    return Pace(
-        default.bytes_per_s if bytes_per_s is None else bytes_per_s,
-        default.share if share is None else share,
-    )
+def choose_rate(wanted: int | None, device: torch.device) -> int:
+    """Return bytes per second: ``wanted``, or the default of the kind of device."""
+    if wanted is not None:
+        return wanted
+    return _CPU_BYTES_PER_S if device.type == "cpu" else _DEVICE_BYTES_PER_S
 
 
 class RateLimit:
-    """A limit on staging while requests run.
+    """A limit on memory touched per second while requests run; 0 is no limit.
 
-    Staging takes a share of a core and of the memory's bandwidth from decoding. With a pace this
+    Staging takes a share of a core and of the memory's bandwidth from decoding. With a rate this
     share is the same in every step, long or short. With small tensors the share is one of the
     interpreter: each tensor costs a loader some 0.3 ms in Python, whatever its bytes, and a step
     waits for the interpreter meanwhile. So the staging thread's processor time counts, too. Only
     the staging thread sleeps; the loop has no part in it.
     """
 
-    def __init__(self, pace: Pace, is_busy: Callable[[], bool]) -> None:
-        """``is_busy`` says whether requests run. The limited thread calls it, and it only reads."""
-        self._pace = pace
-        self._is_busy = is_busy
-        if pace.bytes_per_s == math.inf:
-            self._piece: float = _PIECE_BYTES
-            self._longest_s = math.inf
-        else:
-            self._piece = pace.bytes_per_s * _PIECE_S
-            self._longest_s = _LONGEST_PYTHON_S
+    def __init__(
+        self, bytes_per_s: int, is_busy: Callable[[], bool], interpreter_share: float = 1.0
+    ) -> None:
+        """``is_busy`` says whether requests run. The limited thread calls it, and it only reads.
+
+        ``interpreter_share`` is the share of its time this thread may be in Python; 1 is no limit.
+        """
+        self._bytes_per_s = bytes_per_s
+        self._interpreter_share = interpreter_share
         # processor time of the limited thread, at its last call
         self._thread_time: float | None = None
+        self._piece = bytes_per_s * _PIECE_S
+        self._is_busy = is_busy
         self._owed_until = 0.0
 
     def limit_this_thread(self) -> None:
@@ -85,12 +65,12 @@ class RateLimit:
         _of_thread.limit = self
 
     def for_another_thread(self) -> RateLimit:
-        """Return a limit of the same pace. Each thread has its own limit, and sleeps by itself."""
-        return RateLimit(self._pace, self._is_busy)
+        """Return a limit of the same rate. Each thread has its own limit, and sleeps by itself."""
+        return RateLimit(self._bytes_per_s, self._is_busy, self._interpreter_share)
 
     def is_one_piece(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` are touched in one go."""
-        return not self._pace.bytes_per_s or nbytes <= self._piece
+        return not self._bytes_per_s or nbytes <= self._piece
 
     def cut(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the same rows of each of ``tensors``, piece by piece, and sleep after each."""
@@ -105,14 +85,13 @@ class RateLimit:
             self.spend(sum(tensor.nbytes for tensor in piece))
 
     def spend(self, nbytes: int) -> None:
-        """Sleep until the work since the last call, and its ``nbytes``, fit the pace.
+        """Sleep until the ``nbytes`` just touched fit the rate.
 
-        A call is cheap. With 0 bytes it still counts the time since the last call.
+        A call is cheap. With 0 bytes it still counts the Python since the last call.
         """
-        pace = self._pace
-        if not pace.bytes_per_s:
+        if not self._bytes_per_s:
             return
-        owed = max(nbytes / pace.bytes_per_s, self._worked_s() / pace.share)
+        owed = max(nbytes / self._bytes_per_s, self._python_s() / self._interpreter_share)
         # the work's own time counts, but idle time is not saved up
         earliest = time.monotonic() - _PIECE_S
         self._owed_until = max(self._owed_until, earliest) + owed
@@ -122,18 +101,17 @@ class RateLimit:
                 return
             time.sleep(min(left, _LONGEST_SLEEP_S))
 
-    def _worked_s(self) -> float:
-        """Return this thread's seconds of work since the last call that its bytes do not tell."""
-        if self._pace.share == 1:
+    def _python_s(self) -> float:
+        """Return this thread's seconds in Python since the last call, at most the known bound."""
+        if self._interpreter_share == 1:
             return 0.0
         now, before = time.thread_time(), self._thread_time
         self._thread_time = now
-        return 0.0 if before is None else min(now - before, self._longest_s)
+        return 0.0 if before is None else min(now - before, _LONGEST_PYTHON_S)
 
 
 # a limit that keeps nothing back has no state, so threads may share it
-UNPACED = RateLimit(Pace(0, 1.0), lambda: False)
-
+UNPACED = RateLimit(0, lambda: False)
 
 _of_thread = threading.local()
 
