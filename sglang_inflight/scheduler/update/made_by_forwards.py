@@ -186,7 +186,8 @@ class MadeByForwards:
             # a number is plain
             module = None
             for slot, value in self._slots(with_plain=watched is not None):
-                if slot.module is not module:
+                # a look at a forward's own traces goes first, and as a whole
+                if watched is None and slot.module is not module:
                     module = slot.module
                     self._make_way()
                 if slot.key not in self._judged:
