@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from anyio.from_thread import start_blocking_portal
@@ -24,6 +24,7 @@ from examples.async_grpo.report import make_table, show_table, write_report
 from examples.async_grpo.rollouts import STREAM_INTERVAL
 from examples.async_grpo.run import Result, Settings, run
 from examples.async_grpo.ways import WAYS
+from examples.ending import exit_at_sigterm
 from examples.stories.server import ServerFailed, start_server
 from sglang_inflight.cache import default_cache
 
@@ -38,7 +39,7 @@ SERVER = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _stop)
+    exit_at_sigterm()
     console = Console()
     settings = replace(Settings(), seconds=options.seconds, steps=options.steps)
     torch.set_num_threads(THREADS)
@@ -140,11 +141,6 @@ def _run_all(
                     file.write(json.dumps(results[-1].as_json()) + "\n")
                     file.flush()
     return results
-
-
-def _stop(*_: Any) -> NoReturn:
-    """Exit, so that cleanup ends the server."""
-    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rich.console import Console
 
+from examples.ending import exit_at_sigterm
 from examples.stories.models import BuildFailed
 from examples.stories.report import (
     colour_versions,
@@ -29,7 +28,7 @@ from sglang_inflight.cache import default_cache
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _stop)
+    exit_at_sigterm()
     console = Console()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="sglang-inflight-demo-"))
     logs.mkdir(parents=True, exist_ok=True)
@@ -64,11 +63,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokens", type=int, help="length of each story (default: what the updates need)"
     )
     return parser.parse_args(arguments)
-
-
-def _stop(*_: Any) -> NoReturn:
-    """Exit, so that cleanup ends the server."""
-    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from examples.ending import exit_at_sigterm
 from examples.stories.finetune import OnStep
 from examples.stories.smollm2 import BASE, build_base, build_styled
 from examples.stories.styles import HEADLINE, VERSE
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.stories.build")
     parser.add_argument("--cache", type=Path, required=True, help="where checkpoints go")
     cache: Path = parser.parse_args(arguments).cache
-    signal.signal(signal.SIGTERM, _stop)
+    exit_at_sigterm()
     # stdout is for answers: all other output goes to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -52,11 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(say: Callable[..., None], name: str) -> OnStep:
     """Report a step. After the last step the checkpoint must still be written."""
     return lambda done, of: say(name=name, done=done, of=of + 1)
-
-
-def _stop(*_: Any) -> NoReturn:
-    """Exit, so that cleanup removes a partial checkpoint."""
-    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
