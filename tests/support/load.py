@@ -47,9 +47,14 @@ def until(what: str, probe: Callable[[], T], *, patience_s: float = PATIENCE_S) 
 
 
 def prompt(length: int = 16) -> list[int]:
-    """Return token ids without a prefix in common with any other call's."""
-    choose = random.Random(next(_serial))
-    return [choose.randrange(200, VOCAB) for _ in range(length)]
+    """Return token ids whose first is in no prompt of the last few hundred calls.
+
+    The prefix cache therefore reuses no token of one prompt for another.
+    """
+    serial = next(_serial)
+    choose = random.Random(serial)
+    texts = range(200, VOCAB)
+    return [texts[serial % len(texts)], *choose.choices(texts, k=length - 1)]
 
 
 @dataclass

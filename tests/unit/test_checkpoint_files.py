@@ -17,6 +17,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickl
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import resident as memory
+from tests.support.open_files import open_files
 
 Weights = dict[str, torch.Tensor]
 PAIRS = Iterator[tuple[str, torch.Tensor]]
@@ -158,12 +159,11 @@ def test_unreadable_bin_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(weights(), path)
-    before = set(os.listdir("/proc/self/fd"))
     read = reading(path)
     next(read)
     read.close()  # type: ignore[attr-defined]
     list(reading(path))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_files(str(path))
 
 
 # ---- memory ------------------------------------------------------------------------------

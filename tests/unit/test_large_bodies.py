@@ -19,6 +19,7 @@ from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES, Large
 from sglang_inflight.messages import PayloadFile
 from sglang_inflight.vocabulary.bodies import TensorBody
 from sglang_inflight.vocabulary.errors import Refused, TooLarge
+from tests.support.open_files import open_files
 
 LARGE = LARGE_STRING_BYTES
 CONTENT = random.Random(0).randbytes(3 * LARGE + 1)
@@ -151,13 +152,13 @@ def test_oversized_body_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_payload_files_are_closed_after_the_call() -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files("inflight-payload")
     text = json.dumps({"serialized_named_tensors": [encode(CONTENT)] * 3}).encode()
     take(text)
     for spoilt in (text[:-10], text[: LARGE * 2], text.replace(b"]", b"]]")):
         with pytest.raises(Refused):
             take(spoilt)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files("inflight-payload") <= before
 
 
 def test_other_json_is_unchanged() -> None:
