@@ -156,7 +156,7 @@ class Settings:
         None,
         _natural,
         "bytes of memory per second that staging touches while requests run; a whole update "
-        "touches its bytes five times, and six times from disk; 0 does not pace; unset is 256 MiB "
+        "touches its bytes five times, and six times from disk; 0 does not pace; unset is 640 MiB "
         "on a CPU, else 100 GiB",
     )
     pace_interpreter: float = _setting(
