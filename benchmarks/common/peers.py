@@ -211,7 +211,7 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
         "--model", str(model), "--served-model-name", "model",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
         "--enforce-eager", "--gpu-memory-utilization", "0.1",
-        "--max-model-len", "16384", "--max-num-seqs", "64",
+        "--max-num-seqs", "64",
         *(["--max-num-batched-tokens", str(chunk)] if chunk is not None else []),
     ]  # fmt: skip
     # the pause routes exist in this mode only
