@@ -134,7 +134,8 @@ async def _measure(peer: Peer, streams: int, samples: int) -> dict[State, list[G
         states = {
             "idle": lambda: _while_idle(peer, client, samples),
             "decoding": lambda: _while_decoding(peer, client, streams, samples),
-            "prefill": lambda: _while_prefilling(peer, client, samples),
+            # a prefill of 4096 tokens takes some ten seconds
+            "prefill": lambda: _while_prefilling(peer, client, max(3, samples // 3)),
         }
         return {state: await measure() for state, measure in states.items()}
 
