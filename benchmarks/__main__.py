@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from benchmarks.common.machine import ROOT, VLLM_PYTHON
 from benchmarks.common.processes import run_limited
 from benchmarks.common.report import Report
 from benchmarks.plan import Planned, chosen
+from examples.ending import exit_at_sigterm
 
 RESULTS = Path(__file__).with_name("results")
 VLLM = ROOT / ".venv-vllm"
@@ -178,5 +178,5 @@ def _in_short(planned: Planned, folder: Folder, run: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     # SIGTERM ends the running benchmark, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_at_sigterm()
     sys.exit(main())

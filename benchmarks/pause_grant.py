@@ -45,7 +45,9 @@ class Grant:
 def main(
     size: options.Size = "135m",
     streams: options.Streams = 8,
-    samples: Annotated[int, typer.Option(help="pauses of each state and start")] = 20,
+    samples: Annotated[
+        int, typer.Option(help="pauses of each state and start; a third in prefills")
+    ] = 20,
     chunk: Annotated[int, typer.Option(help="tokens of one prefill step")] = 512,
     tp_size: Annotated[int, typer.Option(min=1, help="ranks that share the model")] = 1,
     rounds: options.Rounds = 3,

@@ -12,7 +12,6 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from typing import Any, ClassVar, Literal
 import httpx
 
 from benchmarks.common.machine import VLLM_PYTHON
+from examples.ending import exit_at_sigterm
 from harness.server import free_port, serve
 from harness.starting import make_zygotes, on_path
 
@@ -158,8 +158,7 @@ def start(
     ``flags`` are SGLang's. ``plugins`` is a folder with more plugins, for upstream only.
     """
     _prepare()
-    # at SIGTERM a benchmark ends its server too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_at_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         server = (

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import re
-import signal
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from benchmarks.common import machine
 from benchmarks.common.machine import ROOT
 from benchmarks.common.processes import run_limited
 from benchmarks.gpu import report
+from examples.ending import exit_at_sigterm
 
 STEPS = Path(__file__).with_name("steps")
 RESULTS = Path(__file__).with_name("results")
@@ -182,5 +182,5 @@ def _driver() -> str:
 
 if __name__ == "__main__":
     # SIGTERM ends the running step, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_at_sigterm()
     sys.exit(main())
