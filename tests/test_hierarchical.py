@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.server import Server, serve
-from tests.support.load import Generation, expect_whole, start_running
+from tests.support.load import Generation, expect_whole, prompt, start_running
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -23,7 +23,6 @@ HIERARCHICAL = (
 )  # fmt: skip
 LENGTH = 300
 
-_serial = itertools.count(8)
 _version = itertools.count(1)
 
 
@@ -34,11 +33,6 @@ def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-def prompt() -> list[int]:
-    """Return a prompt without a prefix in common with any other."""
-    return [next(_serial), *[7] * (LENGTH - 1)]
-
-
 def ask(server: Server, input_ids: list[int]) -> dict[str, Any]:
     output = expect_whole(Generation(server, tokens=4, input_ids=input_ids))
     return output.meta
@@ -47,7 +41,7 @@ def ask(server: Server, input_ids: list[int]) -> dict[str, Any]:
 def spill(server: Server) -> None:
     """Fill the device's cache, so that earlier prefixes move to the host."""
     for _ in range(SLOTS // LENGTH + 1):
-        ask(server, prompt())
+        ask(server, prompt(LENGTH))
 
 
 def on_host(server: Server, input_ids: list[int]) -> dict[str, Any]:
@@ -82,7 +76,7 @@ def test_kv_version_survives_the_trip_to_the_host_and_back(
     server: Server, checkpoints: Path
 ) -> None:
     """KV keeps the version of the weights that computed it, in any slot."""
-    ids = prompt()
+    ids = prompt(LENGTH)
     (first,) = versions(ask(server, ids)["kv_versions"])
     old = first[0]
     spill(server)
@@ -103,7 +97,7 @@ def test_fence_and_recompute_stop_reuse_of_prefixes_on_the_host(
     server: Server, checkpoints: Path, kv_cache: str
 ) -> None:
     """Running requests keep their KV, or get new KV."""
-    on_the_host, on_the_device = prompt(), prompt()
+    on_the_host, on_the_device = prompt(LENGTH), prompt(LENGTH)
     ask(server, on_the_host)
     spill(server)
     ask(server, on_the_device)
@@ -129,7 +123,7 @@ def test_fence_and_recompute_stop_reuse_of_prefixes_on_the_host(
 def test_flush_during_copies_between_host_and_device(server: Server, checkpoints: Path) -> None:
     """The flush comes right after a load from the host and a write to the host."""
     for _ in range(3):
-        ids = prompt()
+        ids = prompt(LENGTH)
         ask(server, ids)
         spill(server)
         loading = Generation(server, tokens=100, input_ids=ids)
