@@ -51,8 +51,8 @@ def main(
         ),
         {"streams": streams, "tokens": tokens, "turns": turns, "rounds": rounds},
         notes=[
-            "A ratio is that of two neighbouring turns. What follows "
-            "is their median with its 95 % interval."
+            "A ratio is that of two neighbouring turns. The next lines "
+            "give the median of all turns with its 95 % interval."
         ],
     )
     for name in sizes.split(","):
