@@ -79,7 +79,7 @@ test-version: $(READY)
 gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu.run --publish
 
-# All benchmarks beside their peers, for some hours, then RESULTS.md: make bench ONLY="throughput sleep"
+# All benchmarks beside their peers, in an hour and a half, then RESULTS.md: make bench ONLY="throughput sleep"
 # QUICK=1 takes ten minutes, and leaves RESULTS.md as it is. Without a network vLLM is "not run".
 bench: $(READY)
 	-test -n "$(VLLM_PYTHON)" || $(MAKE) --silent .venv-vllm/.ready

@@ -173,7 +173,7 @@ H800 = replace(
     ),
 )
 _RESULTS = "benchmarks/RESULTS.md"
-_SMALL_TENSORS = f"{_RESULTS}, small_tensors (2026-11-25, commit e2dc419), 2 cores without a GPU"
+_SMALL_TENSORS = f"{_RESULTS}, small_tensors (2026-11-26, commit 1eaad6a), 2 cores without a GPU"
 _CHECKPOINT_ENGINE = (
     "https://github.com/MoonshotAI/checkpoint-engine/releases/tag/v0.2.0 (read 2026-11)"
 )
@@ -221,16 +221,16 @@ PACKAGE = Package(
         "stalls: beside_staging_tokens_per_s",
     ),
     tensor_paced=Constant(
-        23.9 / 20_000,
+        52.5 / 20_000,
         "s a tensor",
-        f"{_SMALL_TENSORS}: 20,000 by value in 23.9 s beside requests",
+        f"{_SMALL_TENSORS}: 20,000 by value in 52.5 s beside requests",
         Status.MEASURED,
         "stalls: staged_s",
     ),
     tensor_unpaced=Constant(
-        10.7 / 20_000,
+        11.4 / 20_000,
         "s a tensor",
-        f"{_SMALL_TENSORS}: 20,000 by value in 10.7 s, unpaced",
+        f"{_SMALL_TENSORS}: 20,000 by value in 11.4 s, unpaced",
         Status.MEASURED,
         "stalls: staged_s",
     ),
@@ -260,9 +260,9 @@ PACKAGE = Package(
         Status.SET,
     ),
     commit=Constant(
-        0.93e-3,
+        1.14e-3,
         "s",
-        f"{_RESULTS}, commit_size (2026-11-22, commit 9f611d3): 1.5B by pointers, on a CPU",
+        f"{_RESULTS}, commit_size (2026-11-26, commit 1eaad6a): 1.5B by pointers, on a CPU",
         Status.MEASURED,
         "exchange: enqueue_ms",
     ),
@@ -281,7 +281,7 @@ PACKAGE = Package(
         2,
         "B a changed element",
         "sglang_inflight/scheduler/update/changes/encoding.py; the receipts of "
-        f"{_RESULTS}, changes (2026-11-25, commit c888439), agree: 0.02 copies at 1 %",
+        f"{_RESULTS}, changes (2026-11-26, commit 1eaad6a), agree: 0.02 copies at 1 %",
         Status.MEASURED,
         "exchange: changes_bytes",
     ),
@@ -1062,12 +1062,12 @@ class OnACPU:
 
 
 ON_A_CPU = (
-    OnACPU("135M from tensors", 269e6, 5, 256 * MIB, 6.11),
-    OnACPU("500M from tensors", 994e6, 5, 256 * MIB, 22.7),
-    OnACPU("1.5B from tensors, at twice the rate", 3020e6, 5, 512 * MIB, 34.5),
-    OnACPU("135M from disk", 269e6, 6, 256 * MIB, 5.06),
-    OnACPU("500M from disk", 994e6, 6, 256 * MIB, 18.6),
-    OnACPU("1.5B from disk, at twice the rate", 3020e6, 6, 512 * MIB, 28.5),
+    OnACPU("135M from tensors", 269e6, 5, 640 * MIB, 3.11),
+    OnACPU("500M from tensors", 994e6, 5, 640 * MIB, 9.82),
+    OnACPU("1.5B from tensors", 3020e6, 5, 640 * MIB, 28.8),
+    OnACPU("135M from disk", 269e6, 6, 640 * MIB, 2.80),
+    OnACPU("500M from disk", 994e6, 6, 640 * MIB, 8.46),
+    OnACPU("1.5B from disk", 3020e6, 6, 640 * MIB, 23.8),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-# An eighth of the bandwidth of a small server's core, and a thirtieth of an H100's memory.
+# A small server's core copies eight times as much, and an H100's memory moves thirty times as much.
 _CPU_BYTES_PER_S = 640 << 20
 _DEVICE_BYTES_PER_S = 100 << 30
 
