@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import scale
 from benchmarks.scale import (
+    CPU_PACE,
     DEPLOYMENTS,
     H100,
     MODELS,
@@ -74,6 +75,7 @@ def test_constant_settled_by_no_step_of_the_kit() -> None:
 
 def test_model_has_other_settings_than_the_package() -> None:
     assert PACKAGE.pace.value == choose_rate(None, torch.device("cuda"))
+    assert choose_rate(None, torch.device("cpu")) == CPU_PACE
     assert PACKAGE.interpreter_share.value == Settings().pace_interpreter
     assert PACKAGE.spare.value == SPARE_BYTES
     assert PACKAGE.buffers.value == WINDOW_BYTES
