@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.finished import raw_model
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
-from sglang_inflight.scheduler.update.finished.places import tensors_of
+from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
-from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare, describe_layout
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
@@ -26,7 +28,7 @@ from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.unit.finishing import Finish, Finishing
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def quantize(layer: Any) -> None:
@@ -42,6 +44,7 @@ class Linear(nn.Module):
     def __init__(self, finish: Finish | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 3), requires_grad=False)
+        self.table = torch.zeros(3)
         if finish is not None:
             self.quant_method = Finishing(finish)
 
@@ -87,9 +90,10 @@ def served(
     version: int,
     finish: Finish = quantize,
     changed: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    kind: type[Model] = Model,
 ) -> Any:
     """Return the model as SGLang serves it: loaded and finished."""
-    model = Model(finish)
+    model = kind(finish)
     model.load_weights({**checkpoint(version), **changed}.items())
     for layer in (model.a, model.b):
         layer.quant_method.process_weights_after_loading(layer)
@@ -97,11 +101,14 @@ def served(
 
 
 def found(
-    pristine: nn.Module, live: nn.Module, version: Mapping[str, torch.Tensor] | None = None
+    pristine: nn.Module,
+    live: nn.Module,
+    version: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device = CPU,
 ) -> Recipe:
     loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
     weights = (version or checkpoint(0)).items()
-    return find_recipe(pristine, live, CPU, weights, UNPACED, 1 << 30, loaded)
+    return find_recipe(pristine, live, device, weights, UNPACED, 1 << 30, loaded)
 
 
 class Rank:
@@ -114,11 +121,17 @@ class Rank:
         finish: Finish = quantize,
         holds_graphs: bool = False,
         version: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        kind: type[Model] = Model,
+        device: torch.device = CPU,
     ) -> None:
-        """``version``: tensors of the served checkpoint that are not those of version 0."""
-        self.live: Any = served(0, finish, version)
+        """``version``: tensors of the served checkpoint that are not those of version 0.
+
+        ``device``: where finishing runs, see ``imaginary_device``.
+        """
+        self.live: Any = served(0, finish, version, kind)
         self._version = {**checkpoint(0), **version}
-        self.pristine = Model(finish)
+        self.pristine = kind(finish)
+        self._device = device
         swap = swap_for(CPU)
         self.form: Form
         if form == "changes":
@@ -131,7 +144,7 @@ class Rank:
             self.recipe(),
             ShadowParameters(),
             self.form,
-            device=CPU,
+            device=device,
             storage=CPU,
             rate_limit=UNPACED,
             holds_graphs=holds_graphs,
@@ -139,7 +152,7 @@ class Rank:
         )
 
     def recipe(self) -> Recipe:
-        return found(self.pristine, self.live, self._version)
+        return found(self.pristine, self.live, self._version, self._device)
 
     def begin(self, *, is_partial: bool = False) -> None:
         self.form.begin()
@@ -401,3 +414,169 @@ def test_view_of_another_weight_goes_with_it() -> None:
     assert torch.equal(rank.live.a.upper, served(1, views).a.upper)
     swap.make()
     assert torch.equal(rank.live.a.upper, served(0, views).a.upper)
+
+
+@pytest.fixture
+def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let copies in other memory of the host be a device. Return how many elements went there.
+
+    SGLang stages a module on the device for its finishing, and brings the results back.
+    """
+    moved: list[int] = []
+
+    def to_device(device: torch.device, data: torch.Tensor) -> torch.Tensor:
+        moved.append(data.numel())
+        return data.clone()
+
+    @contextmanager
+    def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+        moves = device != CPU
+        staged = [(p, p.data, p.data.clone()) for p in module.parameters() if moves]
+        for parameter, _, there in staged:
+            parameter.data = there
+        yield
+        for parameter, here, there in staged:
+            is_there = parameter.data_ptr() == there.data_ptr()
+            if is_there and describe_layout(parameter) == describe_layout(there):
+                here.copy_(there)
+                parameter.data = here
+            else:
+                parameter.data = parameter.data.clone()
+
+    monkeypatch.setattr(raw_model, "_on", to_device)
+    monkeypatch.setattr(raw_model, "device_loading_context", on_device)
+    return moved
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_weight_that_post_load_reads_on_the_device_goes_live(
+    form: str, imaginary_device: list[int]
+) -> None:
+    """MLA's ``kv_b_proj`` is read there, and serves prompts besides its products."""
+    rank = Rank(form, device=CUDA)
+    swap = rank.update(1)
+    swap.make()
+    assert rank.is_as(served(1))
+    swap.make()
+    assert rank.is_as(served(0))
+    rank.update(2).make()
+    assert rank.is_as(served(2))
+    rank.begin(is_partial=True)
+    rank.load([("plain.weight", checkpoint(3)["plain.weight"])])
+    rank.seal().make()
+    assert rank.is_as(served(2, changed={"plain.weight": checkpoint(3)["plain.weight"]}))
+
+
+def test_proof_moves_only_the_weights_that_post_load_reads(imaginary_device: list[int]) -> None:
+    Rank(device=CUDA)
+    assert imaginary_device == [12]
+
+
+class Scaling(Model):
+    """Scales a weight in place after loading, as LongCat does with its norms."""
+
+    def post_load_weights(self) -> None:
+        self.plain.weight.data *= 2
+        super().post_load_weights()
+
+
+class ScalingUnseen(Model):
+    """Scales a weight by a kernel that torch's dispatcher does not see."""
+
+    def post_load_weights(self) -> None:
+        self.plain.weight.data.numpy()[:] *= 2
+        super().post_load_weights()
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("kind", [Scaling, ScalingUnseen])
+def test_weight_that_post_load_scales_goes_live_scaled(
+    kind: type[Model], device: torch.device, imaginary_device: list[int]
+) -> None:
+    rank = Rank(kind=kind, device=device)
+    assert "plain.weight" not in rank.recipe().kept
+    for version in (1, 2):
+        rank.update(version).make()
+        assert rank.is_as(served(version, kind=kind))
+
+
+def doubles_unseen(layer: Any) -> None:
+    """Write the weight by a kernel that torch's dispatcher does not see, as Triton's."""
+    layer.weight.data.numpy()[:] *= 2
+
+
+def gives_other_memory(layer: Any) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+def views_as_integers(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("finish", [doubles_unseen, gives_other_memory, views_as_integers])
+def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
+    finish: Finish, device: torch.device, imaginary_device: list[int]
+) -> None:
+    rank = Rank(finish=finish, device=device)
+    assert rank.recipe().kept == {"plain.weight"}
+    for version in (1, 2):
+        rank.update(version).make()
+        assert rank.is_as(served(version, finish))
+    rank.begin(is_partial=True)
+    rank.load([("a.upper", checkpoint(1)["a.upper"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+    assert rank.is_as(served(2, finish))
+
+
+def leaves_alone(layer: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_half_suffices_where_finishing_leaves_the_weight_alone(
+    device: torch.device, imaginary_device: list[int]
+) -> None:
+    rank = Rank(finish=leaves_alone, device=device)
+    rank.begin(is_partial=True)
+    half = {"a.upper": checkpoint(1)["a.upper"]}
+    rank.load(half.items())
+    rank.seal().make()
+    assert rank.is_as(served(0, leaves_alone, half))
+
+
+def equalizes_unseen(layer: Any) -> None:
+    values = layer.weight.data.numpy()
+    values /= abs(values).max(axis=1, keepdims=True)
+
+
+def test_part_is_refused_where_an_unseen_kernel_left_the_weight_alone_by_chance() -> None:
+    alike = {name: torch.ones_like(tensor) for name, tensor in checkpoint(0).items()}
+    rank = Rank(finish=equalizes_unseen, version=alike)
+    rank.begin(is_partial=True)
+    rank.load([("a.upper", 2 * alike["a.upper"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+
+
+def tabulates_unseen(layer: Any) -> None:
+    layer.table.numpy()[:] = layer.weight.data.numpy().sum(axis=0)
+
+
+def test_table_that_an_unseen_kernel_fills_goes_live() -> None:
+    rank = Rank(finish=tabulates_unseen)
+    for version in (1, 2):
+        rank.update(version).make()
+        assert rank.is_as(served(version, tabulates_unseen))
+
+
+def test_served_weight_of_the_checkpoint_that_nothing_makes_is_unproven() -> None:
+    """Neither a commit nor a digest would know of it."""
+    live = served(0)
+    places = [Place("plain", "weight"), Place("b", "weight")]
+    made = {places[1]: live.b.weight}
+    with pytest.raises(Unproven, match=r"brings 'plain\.weight', and finishing does not make it"):
+        compare(made, {}, live, live, (), places, UNPACED)
+    del live.plain.weight
+    compare(made, {}, live, live, (), places, UNPACED)

@@ -105,12 +105,14 @@ def values_of(owner: Owner) -> Iterator[tuple[str, Any]]:
 
 def tensors_of(model: nn.Module) -> dict[Place, torch.Tensor]:
     """Return every tensor of ``model`` with memory, by its place."""
-    return {
-        Place(owner.module, owner.prefix + name, at): tensor
-        for owner in owners_of(model)
-        for name, value in values_of(owner)
-        for at, tensor in enumerate(tensors_in(value))
-    }
+    return {place: tensor for owner in owners_of(model) for place, tensor in tensors_at(owner)}
+
+
+def tensors_at(owner: Owner) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield every tensor of ``owner`` with memory, with its place."""
+    for name, value in values_of(owner):
+        for at, tensor in enumerate(tensors_in(value)):
+            yield Place(owner.module, owner.prefix + name, at), tensor
 
 
 def numbers_of(model: nn.Module) -> dict[Place, tuple[Any, str, Number]]:

@@ -77,6 +77,7 @@ class _Proof:
             self.raw.model,
             self._live,
             self._loaded,
+            self.raw.reached(),
             self._rate_limit,
         )
         names = self.raw.names()

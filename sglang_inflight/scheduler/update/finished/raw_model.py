@@ -7,6 +7,10 @@
 
 So an update takes the memory of the modules that are not complete yet. ``post_load_weights`` reads
 modules of the whole model: these wait for the seal.
+
+Raw weights stay in the host's memory. Finishing may give a raw parameter other memory
+(``parameter.data = ...``), and kernels outside of torch's dispatcher may write it. So a result is
+known by what has become of the tensor, and the module gets its memory back afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import METHODS, tensors_in
+from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
@@ -34,12 +38,13 @@ from sglang_inflight.scheduler.update.finished.places import (
     owners_at,
     owners_of,
     split_name,
+    tensors_at,
     tensors_of,
     values_of,
 )
-from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, checksum
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
@@ -73,6 +78,10 @@ class _RawWeight:
     is_written: bool = False
     # whether elements that were not sent are those of the served weight
     is_filled: bool = False
+
+    @property
+    def place(self) -> Place:
+        return Place(self.module, self.attribute)
 
     def reset(self) -> None:
         if self.is_written:
@@ -116,8 +125,11 @@ class RawModel:
         for weight in self._weights.values():
             self._of_module.setdefault(weight.module, []).append(weight)
         self._post_loaders = _outermost_with_post_load(self.model)
-        self._raw = {path: _State(module) for path, module in self._modules.items()}
+        self._raw = {path: _State(path, module) for path, module in self._modules.items()}
         self._raw_tensors = tensors_of(self.model)
+        # each of them keeps the storage in ``_State``
+        self._raw_memory = {place: memory_key(t) for place, t in self._raw_tensors.items()}
+        self._twins = _Twins(device, self._weights)
         self._raw_numbers = {at: value for at, (_, _, value) in numbers_of(self.model).items()}
         self._targets: dict[int, Target] = {}
         self._complete: list[str] = []
@@ -125,6 +137,8 @@ class RawModel:
         # memory written by finishing, and modules read by ``post_load_weights``
         self._finishing = self._post_loading = False
         self._rewritten: set[int] = set()
+        # checksums of raw tensors before their finishing
+        self._before: dict[Place, str] = {}
         self.read: set[str] = set()
         self.is_partial = self.is_post_loaded = False
 
@@ -161,9 +175,11 @@ class RawModel:
             state.restore(self._modules[path])
         for weight in self._weights.values():
             weight.reset()
+        self._twins.clear()
         self._complete.clear()
         self._done.clear()
         self._rewritten.clear()
+        self._before.clear()
 
     def targets(self) -> dict[int, Target]:
         """Return all memory in reach of the model's loader, by ``memory_key``."""
@@ -220,7 +236,7 @@ class RawModel:
     def _show_as_served(self, paths: list[str]) -> None:
         """Show ``post_load_weights`` the served weights of modules that the update leaves alone.
 
-        They are the served tensors themselves. A write to them raises ``Refused``.
+        They have the memory of the served tensors. A write to it raises ``Refused``.
         """
         for path in paths:
             for weight in self._of_module.get(path, ()):
@@ -228,13 +244,15 @@ class RawModel:
                     module, served = self._modules[path], self._served[path]
                     is_buffer = weight.attribute in module._buffers
                     shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
-                    shown[weight.attribute] = getattr(served, weight.attribute)
+                    tensor = getattr(served, weight.attribute)
+                    shown[weight.attribute] = _like(tensor, tensor.data)
 
     def _finish_modules(self, paths: list[str], *, at_seal: bool = False) -> None:
         for path in paths:
             for weight in self._of_module.get(path, ()):
                 self._fill(weight)
                 self._rate_limit.spend(3 * weight.tensor.nbytes)
+        self._note_bytes(paths)
         self._finishing = True
         try:
             if at_seal and self._is_awaited(paths):
@@ -261,6 +279,33 @@ class RawModel:
                 weight.reset()
             self._done.add(path)
 
+    def _note_bytes(self, paths: list[str]) -> None:
+        """Note the bytes of what finishing must leave alone, or may change without being seen.
+
+        An update brings a part of the former. The proof looks at every raw tensor.
+        """
+        if self._recipe is not None:
+            filled = (w for path in paths for w in self._of_module.get(path, ()) if w.is_filled)
+            noted: Iterable[tuple[Place, torch.Tensor]] = ((w.place, w.tensor) for w in filled)
+        else:
+            noted = (
+                found
+                for path in paths
+                for owner in owners_at(path, self._modules[path])
+                for found in tensors_at(owner)
+            )
+        for place, tensor in noted:
+            self._before[place] = self._checksum_of(tensor)
+
+    def _checksum_of(self, tensor: torch.Tensor) -> str:
+        self._rate_limit.spend(tensor.nbytes)
+        with Dataflow.untraced():
+            return checksum([tensor])
+
+    def _has_other_bytes(self, place: Place, tensor: torch.Tensor) -> bool:
+        before = self._before.get(place)
+        return before is not None and self._checksum_of(tensor) != before
+
     def _is_awaited(self, paths: list[str]) -> bool:
         """Return whether ``post_load_weights`` makes something new."""
         if self.is_partial and self._recipe is not None:
@@ -269,9 +314,10 @@ class RawModel:
 
     def _post_load(self) -> None:
         self.is_post_loaded = True
-        if self._device.type != "cpu" and self._post_loaders:
+        moves = self._device.type != "cpu" and bool(self._post_loaders)
+        if moves:
             for module in self._modules.values():
-                module._parameters = _OnDevice(module._parameters, self._device)
+                module._parameters = _OnDevice(module._parameters, self._twins)
         self._post_loading = True
         try:
             for module in self._post_loaders:
@@ -279,6 +325,9 @@ class RawModel:
                 module.post_load_weights()
         finally:
             self._post_loading = False
+        if moves:
+            for module in self._modules.values():
+                module._parameters = self._twins.in_place_of(module._parameters)
 
     def _process(self, module: Any) -> None:
         method = getattr(module, "quant_method", None)
@@ -345,24 +394,31 @@ class RawModel:
         for owner in owners:
             if owner.module in self._done and owner.module not in finished:
                 continue
+            for place, tensor in tensors_at(owner):
+                if self._is_made(place, tensor, is_finished=owner.module in finished):
+                    made.tensors[place] = tensor
             for name, value in values_of(owner):
                 at_name = Place(owner.module, owner.prefix + name)
-                for at, tensor in enumerate(tensors_in(value)):
-                    place = at_name._replace(at=at)
-                    if self._is_made(place, tensor):
-                        made.tensors[place] = tensor
                 is_new = isinstance(value, _NUMBERS) and self._raw_numbers.get(at_name) != value
                 is_finished = owner.module in finished or self._has_post_loaded(owner.module)
                 if is_new or (is_finished and at_name in recipe):
                     made.numbers[at_name] = value
         return made
 
-    def _is_made(self, place: Place, tensor: torch.Tensor) -> bool:
+    def _is_made(self, place: Place, tensor: torch.Tensor, *, is_finished: bool) -> bool:
         key = memory_key(tensor)
-        weight = self._weights.get(key)
-        if weight is not None:
-            return bool(weight.names) or key in self._rewritten
-        return self._raw_tensors.get(place) is not tensor or key in self._rewritten
+        weight = self._weights.get(key) or self._twins.weights.get(key)
+        if weight is None:
+            raw = self._raw_tensors.get(place)
+            if raw is not tensor or key != self._raw_memory[place]:
+                return True
+        elif weight.names:
+            return True
+        if key in self._rewritten:
+            return True
+        if self._recipe is None:
+            return self._has_other_bytes(place, tensor)
+        return is_finished and place in self._recipe.tensors
 
     # ---- for the proof ----------------------------------------------------------------
 
@@ -377,18 +433,34 @@ class RawModel:
         """Return the tensors that each raw weight was written from in this update."""
         return {w.name: frozenset(w.names) for w in self._weights.values() if w.names}
 
+    def reached(self) -> set[Place]:
+        """Return the places of raw weights that the checkpoint was loaded into, and of views."""
+        return {
+            place
+            for place, memory in self._raw_memory.items()
+            if memory in self._weights and self._weights[memory].names
+        }
+
     def kept(self) -> frozenset[str]:
-        """Return the raw weights that finishing has neither written nor replaced.
+        """Return the loaded weights that finishing has left as they were, byte for byte.
 
         Call within ``Taker.take``.
         """
         return frozenset(
-            weight.name for weight in self._weights.values() if self._is_left_alone(weight)
+            weight.name
+            for weight in self._weights.values()
+            if weight.names and self._is_left_alone(weight)
         )
 
     def _is_left_alone(self, weight: _RawWeight) -> bool:
-        return memory_key(weight.tensor) not in self._rewritten and _is_where_it_was(
-            weight, self._modules[weight.module]
+        tensor = getattr(self._modules[weight.module], weight.attribute, None)
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        key = memory_key(tensor)
+        return (
+            (self._weights.get(key) or self._twins.weights.get(key)) is weight
+            and describe_layout(tensor) == describe_layout(weight.handle.tensor)
+            and not self._has_other_bytes(weight.place, tensor)
         )
 
     def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -417,25 +489,80 @@ class _Reads:
         self._raw.note_read(tensors)
 
 
-class _OnDevice(dict[str, Any]):
-    """Parameters that move to a device when somebody looks for them."""
+class _Twins:
+    """Copies of raw weights on the device, where ``post_load_weights`` computes with them.
 
-    def __init__(self, parameters: dict[str, Any], device: torch.device) -> None:
-        super().__init__(parameters)
+    Each is made once, and stays in the place of its raw weight until the result is handed on: it
+    may have been written, by any kernel.
+    """
+
+    def __init__(self, device: torch.device, raw: Mapping[int, _RawWeight]) -> None:
+        """``raw``: the raw weights by their memory."""
         self._device = device
+        self._raw = raw
+        # by the id of the raw parameter: its copy, and the copy's memory, which is kept
+        self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
+        # the raw weights by their copy's memory
+        self.weights: dict[int, _RawWeight] = {}
+
+    def of(self, parameter: Any) -> Any:
+        """Return the copy of a raw weight; ``parameter`` itself if it is none."""
+        if parameter is None or (weight := self._raw.get(memory_key(parameter))) is None:
+            return parameter
+        if id(parameter) not in self._copies:
+            data = _on(self._device, parameter.data)
+            self._copies[id(parameter)] = _like(parameter, data), data
+            self.weights[memory_key(data)] = weight
+        return self._copies[id(parameter)][0]
+
+    def in_place_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``parameters`` with the copies that were made in place of the raw weights."""
+        return {
+            name: self._copies[id(raw)][0] if id(raw) in self._copies else raw
+            for name, raw in parameters.items()
+        }
+
+    def clear(self) -> None:
+        self._copies.clear()
+        self.weights.clear()
+
+
+class _OnDevice(dict[str, Any]):
+    """Parameters that are seen on the device by who looks for them by name."""
+
+    def __init__(self, parameters: Mapping[str, Any], twins: _Twins) -> None:
+        super().__init__(parameters)
+        self._twins = twins
 
     def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if parameter is not None and parameter.device.type != self._device.type:
-            parameter.data = parameter.data.to(self._device)
-        return parameter
+        return self._twins.of(super().__getitem__(name))
+
+
+def _on(device: torch.device, data: torch.Tensor) -> torch.Tensor:
+    return data.to(device)
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> Any:
+    """Return ``data`` as a tensor of the class of ``tensor``, with its attributes."""
+    like = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    like.__dict__.update(tensor.__dict__)
+    return like
 
 
 class _State:
-    """The attributes of a raw module, to which an update returns it."""
+    """The attributes of a raw module and the memory of its tensors. An update returns it to both.
 
-    def __init__(self, module: nn.Module) -> None:
+    Tensors that a loader or finishing writes in place are not written back: the next update fills
+    raw weights, and ``Shadow.begin`` resets what is derived from them.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
         self._attributes = dict(module.__dict__)
+        self._tensors = [
+            (tensor, tensor.data)
+            for owner in owners_at(path, module)
+            for _, tensor in tensors_at(owner)
+        ]
 
     def restore(self, module: nn.Module) -> None:
         module.__dict__.clear()
@@ -443,6 +570,8 @@ class _State:
             (name, copy.copy(value) if name in METHODS or type(value) in _COPIED else value)
             for name, value in self._attributes.items()
         )
+        for tensor, data in self._tensors:
+            tensor.data = data
 
 
 # finishing may change these in place; the tensors in them stay the same objects
@@ -463,12 +592,3 @@ def _outermost_with_post_load(model: nn.Module) -> list[Any]:
 
 def _wait_for_the_seal(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _is_where_it_was(weight: _RawWeight, module: nn.Module) -> bool:
-    tensor = getattr(module, weight.attribute, None)
-    return (
-        isinstance(tensor, torch.Tensor)
-        and memory_key(tensor) == memory_key(weight.tensor)
-        and (tensor.shape, tensor.stride()) == (weight.tensor.shape, weight.tensor.stride())
-    )

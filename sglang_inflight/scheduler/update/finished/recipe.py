@@ -43,14 +43,20 @@ def compare(
     model: nn.Module,
     live: nn.Module,
     loaded: Collection[int],
+    reached: Collection[Place],
     rate_limit: RateLimit,
 ) -> None:
     """Raise ``Unproven`` with the first place where the finished ``model`` is not the ``live`` one.
 
     ``made``, ``numbers``: what loading and finishing made in ``model``. ``loaded``: memory of
-    ``live`` that loading made, by ``memory_key``; forwards made the rest.
+    ``live`` that loading made, by ``memory_key``; forwards made the rest. ``reached``: the places
+    in ``model`` that tensors of the checkpoint were loaded into.
     """
     served = tensors_of(live)
+    for place in sorted(reached):
+        # a commit exchanges what is made, and a digest covers it
+        if place in served and place not in made:
+            raise Unproven(f"the checkpoint brings {str(place)!r}, and finishing does not make it")
     for place, tensor in made.items():
         if (expected := served.get(place)) is None:
             raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")

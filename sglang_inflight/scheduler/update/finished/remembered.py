@@ -24,6 +24,8 @@ from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_la
 
 logger = logging.getLogger(__name__)
 
+# counted up when a recipe says something else, or is found by other rules
+_FORMAT = 2
 _CODE = ("sglang", "sglang-inflight", "torch", "transformers")
 
 
@@ -38,6 +40,7 @@ def name_recipe(
     """
     files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]
     known = {
+        "format": _FORMAT,
         "checkpoint": [str(checkpoint.resolve())]
         + [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
         "code": [version(package) for package in _CODE],
