@@ -326,6 +326,28 @@ def test_weight_without_views_is_swapped_by_pointer() -> None:
             assert (shadow.data_ptr(), live.data_ptr()) == pointers
 
 
+@pytest.mark.parametrize("cut", [lambda w: w.view(16), lambda w: w[1:3]], ids=["whole", "rows"])
+def test_weights_that_share_memory_are_refused_by_name(
+    cut: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A commit would exchange the memory twice, and the second time back."""
+    model = Model()
+    model.attention.other = nn.Parameter(cut(model.attention.weight.data), requires_grad=False)
+    shadows = shadows_of(model, ShadowParameters())
+    names = r"'attention\.(weight|other)' and 'attention\.(weight|other)' share memory"
+    with pytest.raises(Refused, match=names):
+        shadows.build(StagingMode.DEVICE, CPU)
+    shadows.build(StagingMode.OFF, CPU)
+
+
+def test_weights_that_lie_side_by_side_in_one_memory_have_a_shadow() -> None:
+    model = Model()
+    both = torch.ones(8, 4)
+    model.attention.weight.data = both[:4]
+    model.attention.other = nn.Parameter(both[4:], requires_grad=False)
+    shadows_of(model, ShadowParameters()).build(StagingMode.DEVICE, CPU)
+
+
 def test_content_swap_raises_tensor_version() -> None:
     live, shadow = torch.ones(3), torch.zeros(3)
     version = live._version

@@ -18,8 +18,9 @@ from sglang_inflight.scheduler.update.attributes import (
 )
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.rate import make_way
-from sglang_inflight.storages import memory_key, span_of
+from sglang_inflight.storages import memory_key, range_of, span_of
 from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class ReservedStorage(NamedTuple):
@@ -392,6 +393,24 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
         for _ in digest.read("", tensor):
             pass
     return digest.hexdigest()
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise ``Refused`` if two weights of ``model`` share memory, and are not one and the same.
+
+    A commit would exchange that memory twice, and its rollback would end with a mixture.
+    """
+    by_storage: dict[int, list[tuple[tuple[int, int], str]]] = {}
+    for name, weight in weights_of(model):
+        if weight.numel():
+            by_storage.setdefault(memory_key(weight), []).append((range_of(weight), name))
+    for weights in by_storage.values():
+        for ((_, end), name), ((begin, _), other) in itertools.pairwise(sorted(weights)):
+            if begin < end:
+                raise Refused(
+                    f"the weights {name!r} and {other!r} share memory: "
+                    "SGLANG_INFLIGHT_STAGING=off writes them in place"
+                )
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

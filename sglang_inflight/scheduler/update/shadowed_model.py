@@ -63,6 +63,7 @@ from sglang_inflight.scheduler.update.shadow import (
     Shadow,
     ShadowParameters,
     refresh_derived,
+    refuse_shared_memory,
     weights_of,
 )
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
@@ -271,6 +272,7 @@ class ShadowedModel:
                 owners=owners,
             )
         else:
+            refuse_shared_memory(model)
             self._shadow = Shadow(model, self._parameters, storage, form.handle_for)
 
     @property
