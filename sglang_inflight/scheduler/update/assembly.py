@@ -94,7 +94,7 @@ def make_staging(
     device = next(models[0].runner.model.parameters()).device
     layout = find_layout(models, device, scheduler.server_args)
     if settings.proof == "start":
-        can = _prove(models, device, can)
+        can = _prove(models, device, layout, can)
     nbytes = sum(model.nbytes for model in models)
     can = msgspec.structs.replace(
         can,
@@ -187,11 +187,16 @@ def _is_written_over_rdma() -> bool:
     return written
 
 
-def _prove(models: list[ShadowedModel], device: torch.device, can: Capabilities) -> Capabilities:
+def _prove(
+    models: list[ShadowedModel],
+    device: torch.device,
+    layout: dict[str, str],
+    can: Capabilities,
+) -> Capabilities:
     """Prove each model's finishing now, and note in ``can`` that one cannot be repeated."""
     for model in models:
         try:
-            model.prove(device, lambda: None, UNPACED)
+            model.prove(device, lambda: None, UNPACED, layout)
         except Unproven as unproven:
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
     return can

@@ -139,7 +139,7 @@ class Jobs:
             model.read_served(update.check)
         if not in_place and not update.fills_hollow:
             for model in self._models:
-                model.prove(self._device, update.check, self._rate_limit)
+                model.prove(self._device, update.check, self._rate_limit, self._layout)
         self._shadows.build(self._mode_of(update), self._device)
         if after is not None:
             after.synchronize()

@@ -156,16 +156,22 @@ class ShadowedModel:
         """Whether SGLang finishes the model after loading, and updates repeat that beside it."""
         return self._pristine is not None
 
-    def prove(self, device: torch.device, check: Callable[[], None], rate_limit: RateLimit) -> None:
+    def prove(
+        self,
+        device: torch.device,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+        layout: Mapping[str, str],
+    ) -> None:
         """Find out once how finishing makes the served model. Raise ``Unproven`` if it does not.
 
-        ``check`` raises to give up.
+        ``check`` raises to give up. ``layout`` is this rank's, see ``served/layout.py``.
         """
         if self._pristine is None or self._recipe is not None:
             return
         if self.unproven is None:
             try:
-                self._recipe = self._find_recipe(self._pristine, device, check, rate_limit)
+                self._recipe = self._find_recipe(self._pristine, device, check, rate_limit, layout)
             except Unproven as error:
                 self.unproven = str(error)
                 logger.warning("The %s model is updated in place: %s", self.role, error)
@@ -178,10 +184,11 @@ class ShadowedModel:
         device: torch.device,
         check: Callable[[], None],
         rate_limit: RateLimit,
+        layout: Mapping[str, str],
     ) -> Recipe:
         model = self.runner.model
         with AbandonableThread(check) as thread:
-            name = thread.do(lambda: self._name_recipe(pristine))
+            name = thread.do(lambda: self._name_recipe(pristine, layout))
             found = thread.do(lambda: recall(name)) if name is not None else None
         if found is not None:
             return found
@@ -199,14 +206,15 @@ class ShadowedModel:
             remember(name, found)
         return found
 
-    def _name_recipe(self, pristine: nn.Module) -> str | None:
+    def _name_recipe(self, pristine: nn.Module, layout: Mapping[str, str]) -> str | None:
         config = self.runner.model_config
         cache = self.runner.load_config.download_dir
         try:
             folder = find_checkpoint(config.model_path, config.revision, cache)
             ranks = get_parallel()
             place = self.role, f"tp {ranks.tp_rank}/{ranks.tp_size}", f"pp {ranks.pp_rank}"
-            return name_recipe(folder, pristine, self.runner.model, place)
+            args = self.runner.server_args
+            return name_recipe(folder, pristine, self.runner.model, place, layout, args)
         except OSError as error:
             logger.warning("The recipe of the %s model is not remembered: %s", self.role, error)
             return None
