@@ -246,6 +246,8 @@ class Voted(RankAnswer, kw_only=True):
     staged_as: StagedChanges
     # digest of all tensors of the update as they came, if all of its calls asked for it
     received_digest: str | None = None
+    # a scale of KV that the update changes, with its values, or None
+    kv_scale: str | None = None
 
 
 class Committed(RankAnswer, kw_only=True):
@@ -475,6 +477,8 @@ class CommitCall(Call, kw_only=True):
     weight_version: str | None
     kv_cache: KVPolicy
     torch_empty_cache: bool = False
+    # of any rank's vote: all ranks must refuse the same rollbacks
+    kv_scale: str | None = None
 
     def drains_pipeline(self) -> bool:
         # to retract requests

@@ -18,6 +18,7 @@ from tests.support import (
     mla,
     post_processed,
     toy_experts,
+    toy_kv_scales,
     toy_quantization,
 )
 from tests.support.load import (
@@ -63,7 +64,7 @@ KINDS = [
     Kind("product", post_processed, post_processed.build, post_processed.ENV, "device"),
     Kind("mla", mla, mla.build, mla.ENV, "changes", flags=TORCH_NATIVE),
     Kind("mla-tp2", mla, mla.build, mla.ENV, "device", ranks=2, flags=TORCH_NATIVE),
-    Kind("toy", toy_quantization, toy_quantization.build, TOY, "changes"),
+    Kind("toy", toy_kv_scales, toy_kv_scales.build, TOY, "changes"),
     Kind(
         "toy-online",
         chain,
@@ -231,4 +232,29 @@ def test_part_of_a_module_is_kept_or_refused_by_name(
     else:
         refuse(answer, "send together", "k_proj", "q_proj", "v_proj")
         assert serving(server) == before
+    expect_served(server, 1)
+
+
+def test_kv_scales_change_only_with_all_kv(server: Server, kind: Kind, sender: Sender) -> None:
+    if kind.model is not toy_kv_scales:
+        pytest.skip("the checkpoint has no scales for KV")
+    succeed(sender.send(server, "disk", 1, weight_version="v1", **LIVE))
+    before = serving(server)
+    running = start_running(server, 1, tokens=ENDLESS)
+    changed = {**kind.model.tensors(1), **toy_kv_scales.scales(2.0)}
+    lost = {n: t for n, t in kind.model.tensors(1).items() if "attn.k_scale" not in n}
+    for policy in ("fence", "keep"):
+        body = body_of(kind, changed, non_blocking=True, kv_cache=policy)
+        refuse(server.post(TENSOR, body), "attn.k_scale_float' from 1.0 to 2.0", "recompute")
+    whole = body_of(kind, lost, partial=False, **LIVE)
+    refuse(server.post(TENSOR, whole), "not sent", "self_attn.k_scale")
+    assert serving(server) == before
+    more_tokens(running)
+    anew = body_of(kind, changed, non_blocking=True, kv_cache="recompute")
+    assert succeed(server.post(TENSOR, anew))["retracted"] == 1
+    refuse(server.post("/inflight/rollback", {"kv_cache": "keep"}), "attn.k_scale_float")
+    succeed(server.post("/inflight/rollback", {"kv_cache": "recompute"}))
+    assert [rank[-1] for rank in serving(server)] == [rank[-1] for rank in before]
+    more_tokens(running)
+    expect_all_go_on(running)
     expect_served(server, 1)

@@ -352,6 +352,18 @@ def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
     return "recompute" if flush_cache else "fence"
 
 
+def require_recompute(kv_cache: KVPolicy, kv_scale: str | None, what: str) -> None:
+    """Raise ``Refused`` if KV quantized by one scale would be read by another.
+
+    ``kv_scale``: a scale that ``what`` changes, with its values, or None.
+    """
+    if kv_scale is not None and kv_cache != "recompute":
+        raise Refused(
+            f"{what} changes {kv_scale}, by which KV is quantized, and kv_cache={kv_cache!r} keeps "
+            'KV of the old scale: pass kv_cache="recompute"'
+        )
+
+
 # ---- adapters --------------------------------------------------------------------------
 
 

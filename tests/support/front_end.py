@@ -105,6 +105,8 @@ class OneRank:
         self.previous: str | None = None
         self.epoch = 0
         self.is_released = False
+        # of its next vote
+        self.kv_scale: str | None = None
         self.groups: dict[str, str] = {}
         self.told: list[Any] = []
 
@@ -142,7 +144,8 @@ class OneRank:
                 return Staged(staged_s=0.0, tensors=1, bytes=1)
             case SealCall():
                 self.is_sealed = True
-                return Voted(staged_s=0.0, staged_as=StagedChanges(form="device"))
+                staged_as = StagedChanges(form="device")
+                return Voted(staged_s=0.0, staged_as=staged_as, kv_scale=self.kv_scale)
             case DropCall(update_id=update_id):
                 if self.update_id == update_id:
                     self.update_id = None

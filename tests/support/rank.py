@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_inflight.messages import TensorSource
+from sglang_inflight.messages import TensorSource, Voted
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -63,6 +63,8 @@ class Rank:
         # digest of the live weights, None if unknown
         self.digest: str | None = None
         self.base_digest: str | None = None
+        # the vote for the last update
+        self.voted: Voted
 
     def fill_hollow(self, call: Tensors) -> int:
         """Make a partial update of hollow weights. Return the number of elements still missing."""
@@ -71,7 +73,7 @@ class Rank:
         )
         update = Update(opened, base_version="", fills_hollow=True, marks=not self._is_marked)
         self._is_marked = True
-        self._send(update, [call], None)
+        self.send(update, [call])
         assert update.sealed is not None
         return update.sealed.missing
 
@@ -79,17 +81,24 @@ class Rank:
         self, *calls: Tensors, partial: bool = False, load_format: str | None = None
     ) -> None:
         """Make one update of several calls, overwriting the sender's memory after each call."""
-        opened: Any = SimpleNamespace(
-            update_id="u", partial=partial, may_be_empty=False, in_place=False, asks_digests=False
-        )
-        update = Update(opened, base_version="")
-        self._send(update, calls, load_format)
+        update = self.begin(partial=partial)
+        self.send(update, calls, load_format)
         assert update.sealed is not None
         self.base_digest, self.digest = update.base_digest, update.sealed.digest
         self._previous = update.sealed.swap
         self._previous.make()
+        self._jobs.note_commit()
 
-    def _send(self, update: Update, calls: Sequence[Tensors], load_format: str | None) -> None:
+    def begin(self, *, partial: bool = False) -> Update:
+        opened: Any = SimpleNamespace(
+            update_id="u", partial=partial, may_be_empty=False, in_place=False, asks_digests=False
+        )
+        return Update(opened, base_version="")
+
+    def send(
+        self, update: Update, calls: Sequence[Tensors], load_format: str | None = None
+    ) -> None:
+        """Stage and seal ``update``, without a commit."""
         self._jobs.prepare(update, None, after=None)
         for call in calls:
             source: Any = tensor_source(load_format)
@@ -101,7 +110,7 @@ class Rank:
             self._jobs.fill(update, source, None)
             for tensor in sent.values():
                 tensor.fill_(-1)
-        self._jobs.seal(update, self.digest)
+        self.voted = self._jobs.seal(update, self.digest)
 
     def roll_back(self) -> None:
         self._previous.make()

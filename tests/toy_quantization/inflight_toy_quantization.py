@@ -3,7 +3,8 @@
 Linear layers and experts hold int8 with a scale for each output. Finishing turns the weight, puts
 it into a new parameter without a loader, and splits the scales into a tensor of ratios and a Python
 float, their largest. It keeps no scale. A checkpoint has int8 and scales, or, with
-``--quantization toy`` alone, unquantized weights.
+``--quantization toy`` alone, unquantized weights. One with int8 may have scales for KV, for
+SGLang's own method.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def install() -> None:
         QuantizationConfig,
         QuantizeMethodBase,
     )
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.utils import set_weight_attrs
 
     def create(
@@ -174,6 +177,8 @@ def install() -> None:
         ) -> QuantizeMethodBase | None:
             if isinstance(layer, FusedMoE):
                 return ToyMoEMethod(self.serialized)
+            if isinstance(layer, RadixAttention):
+                return BaseKVCacheMethod(self) if self.serialized else None
             return ToyLinearMethod(self.serialized) if isinstance(layer, LinearBase) else None
 
         def get_scaled_act_names(self) -> list[str]:

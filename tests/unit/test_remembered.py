@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
@@ -119,9 +119,9 @@ def test_recipe_of_other_kernels_is_not_recalled(
 def test_recipe_of_another_kernel_library_is_not_recalled(
     served: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, installed = name_recipe(**served), remembered.version
+    name = name_recipe(**served)
     monkeypatch.setattr(
-        remembered, "version", lambda package: "9" if package == library else installed(package)
+        remembered, "version", lambda package: "9" if package == library else version(package)
     )
     assert name_recipe(**served) != name
 
@@ -133,6 +133,6 @@ def test_recipe_of_another_port_is_recalled(served: dict[str, Any]) -> None:
 
 def test_arguments_of_finishing_are_among_sglangs() -> None:
     """A word that is in no argument's name guards nothing any more."""
-    names = [field.name for field in msgspec.structs.fields(ServerArgs)]
+    names: tuple[str, ...] = ServerArgs.__struct_fields__
     for word in remembered._OF_FINISHING:
         assert any(word in name for name in names), word

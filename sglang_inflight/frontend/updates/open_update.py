@@ -94,6 +94,8 @@ class OpenUpdate:
     in_place: bool = False
     staged_s: float = 0.0
     staged_as: StagedChanges | None = None
+    # see ``Voted``
+    kv_scale: str | None = None
     tensors: int = 0
     bytes: int = 0
     # how many tensors were quantized on arrival, by what came and what is served
@@ -214,6 +216,7 @@ class OpenUpdate:
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
         self.received = _received(votes)
+        self.kv_scale = next((rank.kv_scale for rank in votes if rank.kv_scale), None)
         self.staged_as = _together([rank.staged_as for rank in votes], self.opening.why_in_place)
 
     def expect(self, expected_digest: str | None) -> None:

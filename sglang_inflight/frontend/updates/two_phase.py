@@ -44,7 +44,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.vocabulary.answers import Capabilities, Receipt
-from sglang_inflight.vocabulary.bodies import OnBusy
+from sglang_inflight.vocabulary.bodies import OnBusy, require_recompute
 from sglang_inflight.vocabulary.errors import (
     ERRORS,
     Conflict,
@@ -255,7 +255,11 @@ class TwoPhase:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)
 
     async def vote_on_kv(self, update: OpenUpdate, deadline: Deadline) -> None:
-        """Raise ``Conflict`` if a rank cannot recompute its KV and the policy asks for it."""
+        """Raise ``Conflict`` if a rank cannot recompute its KV and the policy asks for it.
+
+        Raise ``Refused`` if the policy does not ask for it, and the update needs it.
+        """
+        require_recompute(update.kv_policy, update.kv_scale, "the update")
         if update.kv_policy == "recompute" and self._can.recompute is not None:
             await self._call(MayRecomputeCall(), deadline)
             update.require_alive()
@@ -278,6 +282,7 @@ class TwoPhase:
             weight_version=update.weight_version,
             kv_cache=update.kv_policy,
             torch_empty_cache=update.torch_empty_cache,
+            kv_scale=update.kv_scale,
         )
         if update.aborts_requests:
             # one socket carries both, so ranks handle the abort before the commit

@@ -37,6 +37,7 @@ from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.vocabulary.answers import WeightsStatus
+from sglang_inflight.vocabulary.bodies import require_recompute
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Commits:
             call.kv_cache,
             empty_cache=call.torch_empty_cache,
             missing=sealed.missing,
+            kv_scale=call.kv_scale,
         )
         _name_checkpoints(sealed)
         return committed
@@ -105,6 +107,7 @@ class Commits:
             reason = reason or "another rank of this replica has none"
         if reason is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
+        require_recompute(call.kv_cache, previous.kv_scale, "the rollback")
         assert previous.digest is not None
         return self._go_live(
             previous.digest,
@@ -113,6 +116,7 @@ class Commits:
             call.kv_cache,
             empty_cache=False,
             returns_to=previous,
+            kv_scale=previous.kv_scale,
         )
 
     def describe(self) -> WeightsStatus:
@@ -143,13 +147,20 @@ class Commits:
         empty_cache: bool,
         missing: int = 0,
         returns_to: Previous | None = None,
+        kv_scale: str | None,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._live.swap_in(
-            digest, swap, base=self._versions.label, returns_to=returns_to, missing=missing
+            digest,
+            swap,
+            base=self._versions.label,
+            returns_to=returns_to,
+            missing=missing,
+            kv_scale=kv_scale,
         )
+        self._staging.note_commit()
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
         except Exception as error:

@@ -35,6 +35,13 @@ from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import digest_of
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.finished.kv_scales import (
+    are_copied,
+    describe_change,
+    is_kv_scale,
+    kv_scales_of,
+)
+from sglang_inflight.scheduler.update.finished.places import Number, Place
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -116,6 +123,8 @@ class Jobs:
         # keeps its pinned memory: an allocation of it may wait for the device
         self._host_reader = HostReader()
         self._gpu_memory = GPUMemory(device)
+        # by role, as of the last commit: noted before updates write in place, else None
+        self._kv_scales: dict[str, dict[Place, Number]] | None = None
 
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
         """Fill the shadow with the live weights, or with marks on every element to be written.
@@ -145,6 +154,8 @@ class Jobs:
             after.synchronize()
         for model in self._models:
             model.begin(is_partial=self._is_partial(update, model))
+        if self._mode_of(update) is StagingMode.OFF and self._kv_scales is None:
+            self._kv_scales = {model.role: kv_scales_of(model.runner.model) for model in models}
         if update.marks:
             for live in self._markable_weights():
                 update.check()
@@ -314,6 +325,7 @@ class Jobs:
                 f"the weights staged as another server serves them have the digest {digest}, and "
                 f"that server serves {update.served_digest}"
             )
+        kv_scale = self._changed_kv_scale(models)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
         # requests were served since the update's begin
@@ -330,7 +342,12 @@ class Jobs:
             staged_s=time.perf_counter() - started,
             staged_as=staged_as,
             received_digest=update.received_digest,
+            kv_scale=kv_scale,
         )
+
+    def note_commit(self) -> None:
+        """Forget the KV scales served before. Called on the scheduler's thread, between updates."""
+        self._kv_scales = None
 
     def drop(self) -> None:
         """Release the sender's memory, and what a dropped update has loaded."""
@@ -413,6 +430,33 @@ class Jobs:
             for number in model.shadow.numbers
         ]
         return self._shadows.form.prepare(weights, derived, numbers)
+
+    def _changed_kv_scale(self, models: Iterable[ShadowedModel]) -> str | None:
+        """Return the first KV scale that the update changes, with its values; None if it keeps all.
+
+        Raise ``Refused`` if it would change nothing, because the KV pool has its own copy.
+        """
+        for model in models:
+            swaps = model.shadow.numbers if isinstance(model.shadow, FinishedModel) else []
+            swaps = [swap for swap in swaps if is_kv_scale(swap.place)]
+            now: dict[Place, Number] = {swap.place: swap.other for swap in swaps}
+            served: dict[Place, Number]
+            if self._kv_scales is None:
+                served = {swap.place: getattr(swap.owner, swap.attribute) for swap in swaps}
+            else:
+                served = self._kv_scales.get(model.role, {})
+                now = kv_scales_of(model.runner.model) | now
+            for place, scale in served.items():
+                if scale == now.get(place):
+                    continue
+                change = describe_change(place, scale, now.get(place))
+                if are_copied(model.runner):
+                    raise Refused(
+                        f"the update changes {change}, and the KV pool goes on with the scales of "
+                        "the start: restart the server with the new checkpoint"
+                    )
+                return change
+        return None
 
     def _checkpoints(self, update: Update) -> tuple[tuple[ModelRunner, DiskSource], ...]:
         return tuple(

@@ -26,6 +26,8 @@ class Previous:
     # None if never computed: then no rollback is possible
     digest: str | None
     swap: PreparedSwap
+    # a KV scale in which this version differs from the served one, see ``Voted``
+    kv_scale: str | None = None
 
     @property
     def version(self) -> str:
@@ -161,11 +163,13 @@ class LiveWeights:
         base: VersionLabel,
         returns_to: Previous | None = None,
         missing: int = 0,
+        kv_scale: str | None = None,
     ) -> int:
         """Make the weights of ``digest`` live, and return the bytes swapped.
 
         ``base`` is the label of the weights live until now. ``returns_to`` is the version of a
         rollback. ``missing`` counts the elements of hollow weights not sent by any update so far.
+        ``kv_scale``: one that this changes, see ``Voted``.
         """
         with self._exchanging():
             swapped, before = self._swap(swap), self.weights
@@ -176,7 +180,7 @@ class LiveWeights:
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         self._reset_made()
         if self.hollow is None and self.is_named:
-            self.previous = Previous(base, before, self.digest, swap)
+            self.previous = Previous(base, before, self.digest, swap, kv_scale)
             self.holds_previous = swap.is_possible
         else:
             self.forget_previous()

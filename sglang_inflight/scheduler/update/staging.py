@@ -292,6 +292,10 @@ class Staging:
         """Run a job of no update after all earlier jobs; the staging thread answers."""
         self._worker.submit(call, job)
 
+    def note_commit(self) -> None:
+        """Note that other weights are served from now on."""
+        self._jobs.note_commit()
+
     def forget_shadows(self) -> None:
         """Free the shadows, and the previous version with them.
 

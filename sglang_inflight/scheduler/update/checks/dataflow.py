@@ -25,6 +25,7 @@ from sglang_inflight.vocabulary.errors import Refused
 _COMMUNICATION = ("c10d", "_c10d_functional")
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Kind(enum.Enum):
@@ -133,6 +134,8 @@ class Dataflow(TorchDispatchMode):
         # the received tensors, and the last one; None after the loader took the last of all
         self._names: set[str] = set()
         self._current: str | None = None
+        # tensors of which the loader has taken numbers since it took the last tensor
+        self._as_numbers: frozenset[str] = frozenset()
         self.reached: set[str] = set()
 
     def aim_at(self, targets: Targets, recorder: Recorder | None) -> None:
@@ -148,6 +151,7 @@ class Dataflow(TorchDispatchMode):
         self._received[key].add(name, tensor)
         self._names.add(name)
         self._current = name
+        self._as_numbers = frozenset()
 
     def receive_no_more(self) -> None:
         """Note the end of the tensors: the loader has taken the last one."""
@@ -189,6 +193,9 @@ class Dataflow(TorchDispatchMode):
         for at, value in (*enumerate(args), *kwargs.items()):
             (written_tensors if at in written else read).extend(tensors_of(value))
         names, is_known = self._origin(read)
+        if func in (_COPY, _FILL) and not read:
+            # SGLang's loader writes a weight of one element so
+            names = self._as_numbers
         for tensor in written_tensors:
             target = self._targets.get(memory_key(tensor))
             if target is None:
@@ -200,12 +207,12 @@ class Dataflow(TorchDispatchMode):
                 return args[0]
         if self._is_recorded(func, args, written_tensors, read):
             result = args[0]
-        elif func is _COPY and self._rate_limit is not None and written_tensors:
+        elif func is _COPY and self._rate_limit is not None and written_tensors and read:
             copy_in_pieces(self._rate_limit, args[0], args[1], *args[2:], **kwargs)
             result = args[0]
         else:
             result = func(*args, **kwargs)
-        self._follow(result, written_tensors, read, names)
+        self._follow(func, result, written_tensors, read, names)
         return result
 
     def _is_recorded(
@@ -220,10 +227,10 @@ class Dataflow(TorchDispatchMode):
             self._recorder.touch(read)
         if not written:
             return False
-        source = args[1] if func is _COPY else None
-        if func is _FILL:
-            # SGLang's embeddings fill their padding
-            source = torch.full((), args[1], dtype=args[0].dtype, device=args[0].device)
+        source = args[1] if func in (_COPY, _FILL) else None
+        if source is not None and not isinstance(source, torch.Tensor):
+            # SGLang's embeddings fill their padding, and torch copies numbers, too
+            source = torch.full((), source, dtype=args[0].dtype, device=args[0].device)
         if source is not None and self._recorder.copy(args[0], source):
             return True
         self._recorder.touch([*written, *read])
@@ -272,6 +279,7 @@ class Dataflow(TorchDispatchMode):
 
     def _follow(
         self,
+        func: Any,
         result: Any,
         written: list[torch.Tensor],
         read: list[torch.Tensor],
@@ -285,6 +293,8 @@ class Dataflow(TorchDispatchMode):
         if not results and read:
             # a number: no target shows its use, so its tensors count as used
             self.reached |= names
+            if func is _ITEM:
+                self._as_numbers |= names
             return
         inputs = {memory_key(tensor) for tensor in (*written, *read)}
         for tensor in results:

@@ -29,6 +29,7 @@ from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
+from sglang_inflight.scheduler.update.finished.kv_scales import is_kv_scale
 from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Owner,
@@ -211,8 +212,8 @@ class RawModel:
     def _has_all_names(self, module: str) -> bool:
         if self._recipe is None or module in self._recipe.awaited:
             return False
-        weights = self._of_module[module]
-        return all(self._recipe.names.get(w.name, frozenset()) <= w.names for w in weights)
+        # a tensor that the served checkpoint has not may have others beside it
+        return all(self._names_of(w) == w.names for w in self._of_module[module])
 
     def finish_complete(self) -> None:
         """Finish the modules whose tensors have all come. Call between two of the loader's."""
@@ -272,7 +273,10 @@ class RawModel:
             if at_seal
             else (owner for path in paths for owner in owners_at(path, self._modules[path]))
         )
-        self._taker.take(self._made_by(owners, finished=set(paths)))
+        made = self._made_by(owners, finished=set(paths))
+        if self._recipe is not None:
+            self._refuse_unsent_scales(made)
+        self._taker.take(made)
         for path in paths:
             self._raw[path].restore(self._modules[path])
             for weight in self._of_module.get(path, ()):
@@ -368,6 +372,21 @@ class RawModel:
             f"{which}. SGLang finishes {weight.module!r} after loading, and its loaded form is "
             f"gone: send together {list_names(together)}"
         )
+
+    def _refuse_unsent_scales(self, made: Made) -> None:
+        """Raise ``Refused`` if no KV scale came for a layer that is served with another than 1.
+
+        An earlier update has brought that scale. SGLang takes 1 where it finds none.
+        """
+        for place, number in made.numbers.items():
+            if not is_kv_scale(place) or any(w.names for w in self._of_module[place.module]):
+                continue
+            served = getattr(self._served[place.module], place.attribute)
+            if number != served:
+                raise Refused(
+                    f"the update is not complete: {str(place)!r} is {served}, and no scale of this "
+                    f"layer was sent, for which SGLang takes {number}: send its k_scale and v_scale"
+                )
 
     def _names_of(self, weight: _RawWeight) -> frozenset[str]:
         return (
