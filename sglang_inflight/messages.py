@@ -437,6 +437,8 @@ class OpenCall(UpdateCall, kw_only=True):
     may_be_empty: bool = False
     # write the live weights, while requests wait; no StageCall before the answer
     in_place: bool = False
+    # prove anew what could not be proven for a reason that may have passed
+    proves_again: bool = False
     # every StageCall asks for digests: refused if the weights are written in place
     asks_digests: bool = False
 

@@ -74,7 +74,7 @@ class Rank(ManualWorker):
 
     # ---- jobs
 
-    def prepare(self, update: Update, selector: None, *, after: Any) -> None:
+    def prepare(self, update: Update, selector: None, *, after: Any, proves_again: bool) -> None:
         pass
 
     def fill(

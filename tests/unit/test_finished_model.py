@@ -577,6 +577,6 @@ def test_served_weight_of_the_checkpoint_that_nothing_makes_is_unproven() -> Non
     places = [Place("plain", "weight"), Place("b", "weight")]
     made = {places[1]: live.b.weight}
     with pytest.raises(Unproven, match=r"brings 'plain\.weight', and finishing does not make it"):
-        compare(made, {}, live, live, (), places, UNPACED)
+        compare(made, {}, live, live, (), places, UNPACED, lambda: None)
     del live.plain.weight
-    compare(made, {}, live, live, (), places, UNPACED)
+    compare(made, {}, live, live, (), places, UNPACED, lambda: None)

@@ -133,6 +133,7 @@ def test_recipe_of_another_port_is_recalled(served: dict[str, Any]) -> None:
 
 def test_arguments_of_finishing_are_among_sglangs() -> None:
     """A word that is in no argument's name guards nothing any more."""
-    names: tuple[str, ...] = ServerArgs.__struct_fields__
+    args: Any = ServerArgs
+    names: tuple[str, ...] = args.__struct_fields__
     for word in remembered._OF_FINISHING:
         assert any(word in name for name in names), word

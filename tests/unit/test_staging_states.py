@@ -16,6 +16,7 @@ from sglang_inflight.messages import (
     DropCall,
     InflightCall,
     OpenCall,
+    PrepareReleaseCall,
     SealCall,
     StageCall,
     Staged,
@@ -48,7 +49,7 @@ class ImmediateWorker(ManualWorker):
 class NoModel:
     """Jobs without a model."""
 
-    def prepare(self, update: Update, selector: None, *, after: Any) -> Done:
+    def prepare(self, update: Update, selector: None, *, after: Any, proves_again: bool) -> Done:
         return Done()
 
     def fill(self, update: Update, source: Any, selector: None, digests: None) -> Staged:
@@ -76,6 +77,9 @@ class NoModel:
 
     def has_written(self) -> bool:
         return self.is_written
+
+    def stop_proving(self) -> None:
+        """Do nothing. A test replaces this."""
 
 
 class OneRank:
@@ -348,3 +352,21 @@ def test_session_as_before_is_refused_where_it_would_be_written_in_place(in_plac
     # no weights are served that could be left half written
     rank.live.become_hollow("for a test")
     rank.staging._open(call, "v0")
+
+
+def test_search_for_a_recipe_is_stopped_before_memory_is_released() -> None:
+    """The search reads the served weights on a thread of its own."""
+    rank = OneRank()
+    done: list[str] = []
+    rank.jobs.stop_proving = lambda: done.append("stopped")  # type: ignore[method-assign]
+
+    def copy() -> Done:
+        done.append("copied")
+        return Done()
+
+    rank.staging.when_idle(
+        PrepareReleaseCall(call_id="", tags=["weights"], keep_weights="host"), copy
+    )
+    assert done == []
+    rank.worker.work()
+    assert done == ["stopped", "copied"]

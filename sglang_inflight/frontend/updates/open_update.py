@@ -238,7 +238,7 @@ class OpenUpdate:
 
     # ---- messages ------------------------------------------------------------------
 
-    def open_call(self, deadline: Deadline) -> OpenCall:
+    def open_call(self, deadline: Deadline, *, proves_again: bool = False) -> OpenCall:
         return OpenCall(
             update_id=self.id,
             selector=self.opening.selector,
@@ -247,6 +247,7 @@ class OpenUpdate:
             as_before=self.opening.as_before,
             may_be_empty=self.opening.may_be_empty,
             in_place=self.opening.why_in_place is not None,
+            proves_again=proves_again,
             asks_digests=self.opening.asks_digests,
             timeout_s=deadline.seconds_left,
         )

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -69,6 +71,8 @@ COMMIT_TIMEOUT_S = 120.0
 DROP_TIMEOUT_S = 10.0
 # ranks keep time limits themselves; the front end waits this much longer
 GRACE_S = 5.0
+# between two tries to prove what some ranks could not, for reasons that may pass
+_PROVE_AGAIN_S = 600.0
 # between two looks at the requests of the previous version
 _POLL_S = 0.02
 
@@ -104,6 +108,8 @@ class TwoPhase:
         self.current: OpenUpdate | None = None
         # whether the last update's opening has shown that the models can be staged
         self._is_staged = False
+        # time.monotonic() at the last opening that asked all ranks for a proof, and got none
+        self._unproven_at = -math.inf
 
     # ---- turn ----------------------------------------------------------------------
 
@@ -207,13 +213,20 @@ class TwoPhase:
         )
 
     async def _open(self, update: OpenUpdate, deadline: Deadline) -> list[Opened]:
-        """Open the update on all ranks, in place if one of them cannot stage its model."""
+        """Open the update on all ranks, in place if one of them cannot stage its model.
+
+        This process alone decides when ranks prove again, so that all of them do.
+        """
+        again = time.monotonic() >= self._unproven_at + _PROVE_AGAIN_S
         try:
-            opened = await self._call(update.open_call(deadline), deadline)
+            call = update.open_call(deadline, proves_again=again)
+            opened = await self._call(call, deadline)
             self._is_staged = True
             return opened
         except Unproven as unproven:
             self._is_staged = False
+            if again:
+                self._unproven_at = time.monotonic()
             if self._can.in_place is not None or update.opening.asks_digests:
                 raise
             why = f"{unproven}"

@@ -193,10 +193,15 @@ def _prove(
     layout: dict[str, str],
     can: Capabilities,
 ) -> Capabilities:
-    """Prove each model's finishing now, and note in ``can`` that one cannot be repeated."""
+    """Prove each model's finishing now, and note in ``can`` that one cannot be repeated.
+
+    A reason that may pass leaves the proof to the first update.
+    """
     for model in models:
         try:
             model.prove(device, lambda: None, UNPACED, layout)
         except Unproven as unproven:
+            if model.may_be_proven_later:
+                continue
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
     return can

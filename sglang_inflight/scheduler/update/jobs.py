@@ -126,12 +126,20 @@ class Jobs:
         # by role, as of the last commit: noted before updates write in place, else None
         self._kv_scales: dict[str, dict[Place, Number]] | None = None
 
-    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
+    def prepare(
+        self,
+        update: Update,
+        selector: Selector | None,
+        *,
+        after: Any,
+        proves_again: bool = False,
+    ) -> Opened:
         """Fill the shadow with the live weights, or with marks on every element to be written.
 
         A staged update only reads the live weights. Only a commit writes them, on the scheduler's
         thread, and no commit can come while an update is open. ``after`` is the last commit's event
-        on the device, or None: the shadow is not written before that event.
+        on the device, or None: the shadow is not written before that event. ``proves_again``: see
+        ``ShadowedModel.prove``.
         """
         models = self._select(self._models, selector)
         if not models:
@@ -146,9 +154,17 @@ class Jobs:
         _refuse_partially_written(update, update.roles)
         for model in self._models:
             model.read_served(update.check)
-        if not in_place and not update.fills_hollow:
+        if in_place or update.fills_hollow:
+            self.stop_proving()
+        else:
             for model in self._models:
-                model.prove(self._device, update.check, self._rate_limit, self._layout)
+                model.prove(
+                    self._device,
+                    update.check,
+                    self._rate_limit,
+                    self._layout,
+                    again=proves_again,
+                )
         self._shadows.build(self._mode_of(update), self._device)
         if after is not None:
             after.synchronize()
@@ -345,9 +361,16 @@ class Jobs:
             kv_scale=kv_scale,
         )
 
+    def stop_proving(self) -> None:
+        """End the searches that go on, before the served weights are written or released."""
+        for model in self._models:
+            model.stop_proving()
+
     def note_commit(self) -> None:
-        """Forget the KV scales served before. Called on the scheduler's thread, between updates."""
+        """Note that other weights are served. Called on the scheduler's thread, between updates."""
         self._kv_scales = None
+        for model in self._models:
+            model.note_commit()
 
     def drop(self) -> None:
         """Release the sender's memory, and what a dropped update has loaded."""

@@ -152,8 +152,13 @@ def yield_cores(niceness: int) -> None:
     of low priority may hold the interpreter while it waits for a core, and then nobody runs
     Python. So no niceness is set by default.
     """
-    threadpool_limits(limits=1, user_api="openmp")
+    use_one_core()
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def use_one_core() -> None:
+    """Give the calling thread one thread for torch's loops."""
+    threadpool_limits(limits=1, user_api="openmp")
 
 
 def copy_in_pieces(

@@ -51,14 +51,15 @@ from sglang_inflight.scheduler.update.finished.finished_model import (
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.pristine import construct
-from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
+from sglang_inflight.scheduler.update.finished.proving import Proving
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
 from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, use_one_core
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,
     ShadowParameters,
@@ -80,7 +81,14 @@ from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import Proof
-from sglang_inflight.vocabulary.errors import Conflict, Refused, Unproven, describe, list_names
+from sglang_inflight.vocabulary.errors import (
+    Conflict,
+    Dropped,
+    Refused,
+    Unproven,
+    describe,
+    list_names,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -121,6 +129,13 @@ class ShadowedModel:
         self._recipe: Recipe | None = None
         # why the model's finishing cannot be repeated beside it, once that is known
         self.unproven: str | None = None
+        self._proving: Proving[Recipe] | None = None
+        self._may_be_proven_later = False
+        # written in place since the start's or a commit's checkpoint, and what the open update
+        # writes: a checkpoint, something else, or nothing (None)
+        self._is_written_otherwise = False
+        self._writes_checkpoint: bool | None = None
+        self._is_partial = False
         self._form: Form | None = None
         self._served: Shapes | None = None
         self._quantizer = Quantizer({})
@@ -162,21 +177,72 @@ class ShadowedModel:
         check: Callable[[], None],
         rate_limit: RateLimit,
         layout: Mapping[str, str],
+        *,
+        again: bool = False,
     ) -> None:
         """Find out once how finishing makes the served model. Raise ``Unproven`` if it does not.
 
-        ``check`` raises to give up. ``layout`` is this rank's, see ``served/layout.py``.
+        ``check`` raises to give up waiting: the search goes on, and the next call waits for the
+        same one. ``again``: search anew if the last search failed for a reason that may pass. Ranks
+        get the same ``again``, so none of them searches while another refuses. ``layout`` is this
+        rank's, see ``served/layout.py``.
         """
         if self._pristine is None or self._recipe is not None:
             return
-        if self.unproven is None:
-            try:
-                self._recipe = self._find_recipe(self._pristine, device, check, rate_limit, layout)
-            except Unproven as error:
-                self.unproven = str(error)
-                logger.warning("The %s model is updated in place: %s", self.role, error)
+        if self.unproven is None or (again and self._may_be_proven_later):
+            self.unproven = None
+            self._prove(self._pristine, device, check, rate_limit, layout)
         if self.unproven is not None:
             raise Unproven(f"weights of the {self.role} model cannot be staged: {self.unproven}")
+
+    def _prove(
+        self,
+        pristine: nn.Module,
+        device: torch.device,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+        layout: Mapping[str, str],
+    ) -> None:
+        def find(require_wanted: Callable[[], None]) -> Recipe:
+            if rate_limit is not UNPACED and device.type == "cpu":
+                use_one_core()
+            paced = rate_limit.for_another_thread()
+            return self._find_recipe(pristine, device, require_wanted, paced, layout)
+
+        try:
+            if self._is_written_otherwise:
+                raise NotNow(
+                    "updates have written it since its checkpoint was loaded: a whole update from "
+                    "disk brings one to compare with"
+                )
+            self._proving = self._proving or Proving(find, device)
+            self._recipe = self._proving.result(check)
+        except Dropped as dropped:
+            raise Dropped(
+                f"{dropped}. SGLang finishes the {self.role} model after loading, and the search "
+                "for how goes on: send the update again"
+            ) from dropped
+        except Unproven as error:
+            self.unproven, self._may_be_proven_later = str(error), isinstance(error, NotNow)
+            logger.warning("The %s model is updated in place: %s", self.role, error)
+        self._proving = None
+
+    @property
+    def may_be_proven_later(self) -> bool:
+        """Whether the proof failed for a reason that may pass."""
+        return self.unproven is not None and self._may_be_proven_later
+
+    def stop_proving(self) -> None:
+        """End a search that goes on, before the served weights are written or released."""
+        if self._proving is not None:
+            self._proving.stop()
+            self._proving = None
+
+    def note_commit(self) -> None:
+        """Note that the last update's weights are served. The scheduler's thread calls it."""
+        if self._writes_checkpoint is not None:
+            self._is_written_otherwise = not self._writes_checkpoint
+            self._writes_checkpoint = None
 
     def _find_recipe(
         self,
@@ -201,6 +267,7 @@ class ShadowedModel:
                 rate_limit,
                 available_to_this_rank(),
                 self.made_by_forwards.memory_after_loading(),
+                check,
             )
         if name is not None:
             remember(name, found)
@@ -394,11 +461,16 @@ class ShadowedModel:
     def begin_writing_served(self) -> None:
         """Prepare the live model for tensors that are written past its loader."""
         assert isinstance(self.shadow, InPlaceModel)
+        self._note_write_in_place(is_checkpoint=False)
+        self.on_write()
+        self.shadow.open()
+
+    def _note_write_in_place(self, is_checkpoint: bool) -> None:
+        assert isinstance(self.shadow, InPlaceModel)
         if not self.shadow.is_open:
             # no forward runs any more until the commit
             self.made_by_forwards.look()
-        self.on_write()
-        self.shadow.open()
+        self._is_written_otherwise, self._writes_checkpoint = True, is_checkpoint
 
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update: forget the tensors of the last one.
@@ -407,6 +479,7 @@ class ShadowedModel:
         """
         self._held.clear()
         self._written.clear()
+        self._is_partial, self._writes_checkpoint = is_partial, None
         self._tied = TiedHead()
         self._quantizer.begin()
         if self._experts_move:
@@ -529,9 +602,8 @@ class ShadowedModel:
         dtype. The default belongs to the whole process: meanwhile the loop makes a request's
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
-        if isinstance(self.shadow, InPlaceModel) and not self.shadow.is_open:
-            # no forward runs any more until the commit
-            self.made_by_forwards.look()
+        if isinstance(self.shadow, InPlaceModel):
+            self._note_write_in_place(isinstance(source, DiskSource) and not self._is_partial)
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in OF_CHECKPOINT
         if load_format == DIRECT:

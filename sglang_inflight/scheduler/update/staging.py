@@ -35,6 +35,7 @@ from sglang_inflight.messages import (
     JoinGroupCall,
     LeaveGroupCall,
     OpenCall,
+    Opened,
     SealCall,
     StageCall,
     Staged,
@@ -185,7 +186,13 @@ class Staging:
         self._live.is_marked = is_hollow
         self._live.lose_previous()
         swapped = self._live.swapped
-        self._submit(update, call, lambda: self._jobs.prepare(update, call.selector, after=swapped))
+
+        def prepare() -> Opened:
+            return self._jobs.prepare(
+                update, call.selector, after=swapped, proves_again=call.proves_again
+            )
+
+        self._submit(update, call, prepare)
 
     def stage(self, call: StageCall) -> None:
         with self._dirty_together():
@@ -289,8 +296,16 @@ class Staging:
         self._worker.submit(call, job)
 
     def when_idle(self, call: InflightCall[A], job: Job[A]) -> None:
-        """Run a job of no update after all earlier jobs; the staging thread answers."""
-        self._worker.submit(call, job)
+        """Run a job of no update after all earlier jobs; the staging thread answers.
+
+        The job may copy the served weights, or the caller release them.
+        """
+
+        def run() -> A:
+            self._jobs.stop_proving()
+            return job()
+
+        self._worker.submit(call, run)
 
     def note_commit(self) -> None:
         """Note that other weights are served from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -16,6 +16,10 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import Dropped, Refused, Unproven, describe
 
 
+class NotNow(Unproven):
+    """The proof could not be made, for a reason that may pass: no room, or nothing to read."""
+
+
 def find_recipe(
     pristine: nn.Module,
     live: nn.Module,
@@ -24,19 +28,21 @@ def find_recipe(
     rate_limit: RateLimit,
     host_bytes: int,
     loaded: Collection[int],
+    check: Callable[[], None] = lambda: None,
 ) -> Recipe:
     """Load ``weights``, which are served, beside the served model, finish it, and compare the two.
 
     ``pristine`` is the model before loading, ``live`` the served one. The load takes host memory
     for all weights of this rank, at most ``host_bytes``. ``loaded``: memory of ``live`` that
-    loading made, by ``memory_key``.
+    loading made, by ``memory_key``. ``check`` raises to give up.
 
-    Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here.
+    Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here; its child
+    ``NotNow`` if the reason may pass.
     """
-    proof = _Proof(live, rate_limit, loaded)
+    proof = _Proof(live, rate_limit, loaded, check)
     raw = proof.raw = RawModel(pristine, live, device, proof, rate_limit, None)
     if raw.nbytes > host_bytes:
-        raise Unproven(
+        raise NotNow(
             f"its first update loads the served checkpoint beside it, for which the host needs "
             f"{raw.nbytes >> 20} MiB, and {host_bytes >> 20} MiB are free for this rank"
         )
@@ -52,11 +58,27 @@ def find_recipe(
         raise
     except Exception as error:
         why = str(error) if isinstance(error, Refused) else describe(error)
-        raise Unproven(
+        kind = NotNow if _may_pass(error) else Unproven
+        raise kind(
             f"the served checkpoint cannot be loaded and finished beside it: {why}"
         ) from error
     assert proof.recipe is not None
     return proof.recipe
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Return whether ``error`` comes of memory that is taken now, or of files out of reach."""
+    while error is not None:
+        if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+# of torch's allocator on the host, and of CUDA's
+_NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 class _Proof:
@@ -64,8 +86,15 @@ class _Proof:
 
     raw: RawModel
 
-    def __init__(self, live: nn.Module, rate_limit: RateLimit, loaded: Collection[int]) -> None:
+    def __init__(
+        self,
+        live: nn.Module,
+        rate_limit: RateLimit,
+        loaded: Collection[int],
+        check: Callable[[], None],
+    ) -> None:
         self._live = live
+        self._check = check
         self._loaded = loaded
         self._rate_limit = rate_limit
         self.recipe: Recipe | None = None
@@ -79,6 +108,7 @@ class _Proof:
             self._loaded,
             self.raw.reached(),
             self._rate_limit,
+            self._check,
         )
         names = self.raw.names()
         # finishing has deleted the others: they are no module's result, and wait for the rest

@@ -8,7 +8,7 @@ between, or a tensor that serving has made.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +45,13 @@ def compare(
     loaded: Collection[int],
     reached: Collection[Place],
     rate_limit: RateLimit,
+    check: Callable[[], None],
 ) -> None:
     """Raise ``Unproven`` with the first place where the finished ``model`` is not the ``live`` one.
 
     ``made``, ``numbers``: what loading and finishing made in ``model``. ``loaded``: memory of
     ``live`` that loading made, by ``memory_key``; forwards made the rest. ``reached``: the places
-    in ``model`` that tensors of the checkpoint were loaded into.
+    in ``model`` that tensors of the checkpoint were loaded into. ``check`` raises to give up.
     """
     served = tensors_of(live)
     for place in sorted(reached):
@@ -58,6 +59,7 @@ def compare(
         if place in served and place not in made:
             raise Unproven(f"the checkpoint brings {str(place)!r}, and finishing does not make it")
     for place, tensor in made.items():
+        check()
         if (expected := served.get(place)) is None:
             raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
         _require_equal(place, tensor, expected, rate_limit)
