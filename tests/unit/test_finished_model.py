@@ -18,7 +18,7 @@ from sglang_inflight.scheduler.update.finished import raw_model
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
-from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare, describe_layout
+from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
@@ -571,12 +571,18 @@ def test_table_that_an_unseen_kernel_fills_goes_live() -> None:
         assert rank.is_as(served(version, tabulates_unseen))
 
 
+def compared(made: dict[Place, torch.Tensor], live: nn.Module, reached: list[Place]) -> None:
+    comparison = Comparison(live, UNPACED, lambda: None)
+    comparison.compare(made, {})
+    comparison.end(made.keys(), reached, ())
+
+
 def test_served_weight_of_the_checkpoint_that_nothing_makes_is_unproven() -> None:
     """Neither a commit nor a digest would know of it."""
     live = served(0)
     places = [Place("plain", "weight"), Place("b", "weight")]
     made = {places[1]: live.b.weight}
     with pytest.raises(Unproven, match=r"brings 'plain\.weight', and finishing does not make it"):
-        compare(made, {}, live, live, (), places, UNPACED, lambda: None)
+        compared(made, live, places)
     del live.plain.weight
-    compare(made, {}, live, live, (), places, UNPACED, lambda: None)
+    compared(made, live, places)

@@ -24,16 +24,21 @@ _PRESENT_OR_SWAPPED = -1 << 62
 class Handle:
     """The address range of one weight's staged copy, in the host's memory."""
 
-    def __init__(self, like: torch.Tensor) -> None:
-        """``like`` gives shape, strides and dtype. It has no holes."""
+    def __init__(self, like: torch.Tensor, *, is_watched: bool = True) -> None:
+        """``like`` gives shape, strides and dtype. It has no holes.
+
+        ``is_watched``: ``is_touched`` is asked. Otherwise the memory may have huge pages, because a
+        whole checkpoint is written into it.
+        """
         self._memory = mmap.mmap(
             -1,
             max(like.element_size(), like.nbytes),
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE,
         )
         # a huge page would reach into the neighbours' ranges, and they would look written
+        huge_pages = mmap.MADV_NOHUGEPAGE if is_watched else mmap.MADV_HUGEPAGE
         with suppress(OSError):  # a kernel without huge pages
-            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+            self._memory.madvise(huge_pages)
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=max(1, like.numel()))
         self.tensor = flat[: like.numel()].as_strided(like.shape, like.stride())
         self._nbytes = like.nbytes

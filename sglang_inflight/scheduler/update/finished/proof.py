@@ -11,7 +11,7 @@ from torch import nn
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished.places import Place, split_name, tensors_of
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
-from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare
+from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import Dropped, Refused, Unproven, describe
 
@@ -33,18 +33,19 @@ def find_recipe(
     """Load ``weights``, which are served, beside the served model, finish it, and compare the two.
 
     ``pristine`` is the model before loading, ``live`` the served one. The load takes host memory
-    for all weights of this rank, at most ``host_bytes``. ``loaded``: memory of ``live`` that
-    loading made, by ``memory_key``. ``check`` raises to give up.
+    for all weights of this rank and for one finished module, at most ``host_bytes``. ``loaded``:
+    memory of ``live`` that loading made, by ``memory_key``. ``check`` raises to give up.
 
     Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here; its child
     ``NotNow`` if the reason may pass.
     """
-    proof = _Proof(live, rate_limit, loaded, check)
+    proof = _Proof(live, rate_limit, check)
     raw = proof.raw = RawModel(pristine, live, device, proof, rate_limit, None)
-    if raw.nbytes > host_bytes:
+    needed = raw.nbytes + raw.most_nbytes_finished
+    if needed > host_bytes:
         raise NotNow(
             f"its first update loads the served checkpoint beside it, for which the host needs "
-            f"{raw.nbytes >> 20} MiB, and {host_bytes >> 20} MiB are free for this rank"
+            f"{needed >> 20} MiB, and {host_bytes >> 20} MiB are free for this rank"
         )
     try:
         with torch.no_grad():
@@ -54,6 +55,7 @@ def find_recipe(
                 received = dataflow.receive_each(weights)
                 DefaultModelLoader.load_weights_only(raw.model, received, device)
             raw.finish()
+        return proof.recipe(loaded)
     except (Dropped, Unproven):
         raise
     except Exception as error:
@@ -62,8 +64,10 @@ def find_recipe(
         raise kind(
             f"the served checkpoint cannot be loaded and finished beside it: {why}"
         ) from error
-    assert proof.recipe is not None
-    return proof.recipe
+    finally:
+        if device.type != "cpu":
+            # SGLang brings results back to pinned memory, which torch would keep
+            torch.accelerator.empty_host_cache()
 
 
 def _may_pass(error: BaseException | None) -> bool:
@@ -86,38 +90,27 @@ class _Proof:
 
     raw: RawModel
 
-    def __init__(
-        self,
-        live: nn.Module,
-        rate_limit: RateLimit,
-        loaded: Collection[int],
-        check: Callable[[], None],
-    ) -> None:
-        self._live = live
-        self._check = check
-        self._loaded = loaded
-        self._rate_limit = rate_limit
-        self.recipe: Recipe | None = None
+    def __init__(self, live: nn.Module, rate_limit: RateLimit, check: Callable[[], None]) -> None:
+        self._comparison = Comparison(live, rate_limit, check)
+        self._present: set[Place] = set()
+        self._kept: set[str] = set()
 
     def take(self, made: Made) -> None:
-        compare(
-            made.tensors,
-            made.numbers,
-            self.raw.model,
-            self._live,
-            self._loaded,
-            self.raw.reached(),
-            self._rate_limit,
-            self._check,
-        )
-        names = self.raw.names()
+        self._comparison.compare(made.tensors, made.numbers)
+        self._present |= made.present
+        self._kept |= self.raw.kept(made.finished)
+
+    def recipe(self, loaded: Collection[int]) -> Recipe:
+        """Return the findings, after the last ``take``. Raise ``Unproven`` if some are missing."""
+        self._comparison.end(self._present, self.raw.reached(), loaded)
+        names, tensors = self.raw.names(), self._comparison.tensors
         # finishing has deleted the others: they are no module's result, and wait for the rest
-        there = {name for name in names if Place(*split_name(name)) in made.tensors}
+        there = {name for name in names if Place(*split_name(name)) in tensors}
         gone = {split_name(name)[0] for name in names.keys() - there}
-        self.recipe = Recipe(
+        return Recipe(
             names=names,
-            kept=self.raw.kept() & there,
-            tensors=frozenset[Place](made.tensors),
-            numbers=frozenset[Place](made.numbers),
+            kept=frozenset(self._kept & there),
+            tensors=frozenset(tensors),
+            numbers=frozenset(self._comparison.numbers),
             awaited=frozenset(gone | self.raw.read),
         )

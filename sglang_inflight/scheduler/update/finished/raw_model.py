@@ -25,6 +25,7 @@ import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
 
+from sglang_inflight.scheduler.memory.host import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
@@ -55,10 +56,13 @@ _NUMBERS = (bool, int, float)
 
 @dataclass
 class Made:
-    """Tensors and numbers that loading and finishing made of a module, by their places."""
+    """Tensors and numbers that loading and finishing made of modules, by their places."""
 
     tensors: dict[Place, torch.Tensor] = field(default_factory=dict)
     numbers: dict[Place, Number] = field(default_factory=dict)
+    # modules that were finished, and all tensors that they have now
+    finished: set[str] = field(default_factory=set)
+    present: set[Place] = field(default_factory=set)
 
 
 class Taker(Protocol):
@@ -144,7 +148,7 @@ class RawModel:
         self.is_partial = self.is_post_loaded = False
 
     def _handle_for(self, weight: torch.Tensor) -> torch.Tensor:
-        handle = Handle(weight)
+        handle = Handle(weight, is_watched=False)
         self._handles[memory_key(handle.tensor)] = handle
         return handle.tensor
 
@@ -152,6 +156,21 @@ class RawModel:
     def nbytes(self) -> int:
         """Return the bytes of all raw weights."""
         return sum(weight.tensor.nbytes for weight in self._weights.values())
+
+    @property
+    def most_nbytes_finished(self) -> int:
+        """Return the bytes on the host of the largest module, if finishing replaces its weights.
+
+        SGLang brings results of a device back to the host, into pinned memory.
+        """
+        size = pinned_bytes if self._device.type != "cpu" else _nbytes
+        return max(
+            (
+                sum(size(weight.tensor) for weight in weights)
+                for weights in self._of_module.values()
+            ),
+            default=0,
+        )
 
     # ---- loading ----------------------------------------------------------------------
 
@@ -254,10 +273,23 @@ class RawModel:
                 self._fill(weight)
                 self._rate_limit.spend(3 * weight.tensor.nbytes)
         self._note_bytes(paths)
+        if at_seal and self._is_awaited(paths):
+            self._finishing = True
+            try:
+                self._post_load()
+            finally:
+                self._finishing = False
+        if self._recipe is None:
+            # the results of one module alone take memory beside the raw weights
+            for path in paths:
+                self._make([path], at_seal=False)
+        else:
+            self._make(paths, at_seal=at_seal)
+
+    def _make(self, paths: list[str], *, at_seal: bool) -> None:
+        """Finish modules with complete raw weights, and hand the results on."""
         self._finishing = True
         try:
-            if at_seal and self._is_awaited(paths):
-                self._post_load()
             for path in paths:
                 self._process(self._modules[path])
         finally:
@@ -279,9 +311,12 @@ class RawModel:
         self._taker.take(made)
         for path in paths:
             self._raw[path].restore(self._modules[path])
+            self._done.add(path)
+            if self._recipe is None:
+                # others may share its raw weights, and nothing is known of that yet
+                continue
             for weight in self._of_module.get(path, ()):
                 weight.reset()
-            self._done.add(path)
 
     def _note_bytes(self, paths: list[str]) -> None:
         """Note the bytes of what finishing must leave alone, or may change without being seen.
@@ -408,12 +443,13 @@ class RawModel:
         A number of a module just ``finished`` counts as made in any case: finishing may have left
         the constructor's.
         """
-        made = Made()
+        made = Made(finished=finished)
         recipe = self._recipe.numbers if self._recipe is not None else frozenset()
         for owner in owners:
             if owner.module in self._done and owner.module not in finished:
                 continue
             for place, tensor in tensors_at(owner):
+                made.present.add(place)
                 if self._is_made(place, tensor, is_finished=owner.module in finished):
                     made.tensors[place] = tensor
             for name, value in values_of(owner):
@@ -460,14 +496,15 @@ class RawModel:
             if memory in self._weights and self._weights[memory].names
         }
 
-    def kept(self) -> frozenset[str]:
-        """Return the loaded weights that finishing has left as they were, byte for byte.
+    def kept(self, modules: Iterable[str]) -> frozenset[str]:
+        """Return the weights of ``modules`` that finishing has left as loaded, byte for byte.
 
         Call within ``Taker.take``.
         """
         return frozenset(
             weight.name
-            for weight in self._weights.values()
+            for module in modules
+            for weight in self._of_module.get(module, ())
             if weight.names and self._is_left_alone(weight)
         )
 
@@ -607,6 +644,10 @@ def _outermost_with_post_load(model: nn.Module) -> list[Any]:
         else:
             waiting += [child for child in module._modules.values() if child is not None]
     return found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
 
 
 def _wait_for_the_seal(*args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ between, or a tensor that serving has made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,44 +37,54 @@ class Recipe:
     awaited: frozenset[str]
 
 
-def compare(
-    made: dict[Place, torch.Tensor],
-    numbers: dict[Place, Number],
-    model: nn.Module,
-    live: nn.Module,
-    loaded: Collection[int],
-    reached: Collection[Place],
-    rate_limit: RateLimit,
-    check: Callable[[], None],
-) -> None:
-    """Raise ``Unproven`` with the first place where the finished ``model`` is not the ``live`` one.
+class Comparison:
+    """Compares what loading and finishing make with the served model, part by part."""
 
-    ``made``, ``numbers``: what loading and finishing made in ``model``. ``loaded``: memory of
-    ``live`` that loading made, by ``memory_key``; forwards made the rest. ``reached``: the places
-    in ``model`` that tensors of the checkpoint were loaded into. ``check`` raises to give up.
-    """
-    served = tensors_of(live)
-    for place in sorted(reached):
-        # a commit exchanges what is made, and a digest covers it
-        if place in served and place not in made:
-            raise Unproven(f"the checkpoint brings {str(place)!r}, and finishing does not make it")
-    for place, tensor in made.items():
-        check()
-        if (expected := served.get(place)) is None:
-            raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
-        _require_equal(place, tensor, expected, rate_limit)
-    live_numbers = numbers_of(live)
-    for place, number in numbers.items():
-        found = live_numbers[place][2] if place in live_numbers else None
-        if found != number:
-            raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
-    known = {memory_key(served[place]) for place in made}
-    has = tensors_of(model).keys()
-    for place, tensor in served.items():
-        key = memory_key(tensor)
-        if place in has or not tensor.is_floating_point() or key in known or key not in loaded:
-            continue
-        raise Unproven(f"the served model has {str(place)!r}, and loading does not make it")
+    def __init__(self, live: nn.Module, rate_limit: RateLimit, check: Callable[[], None]) -> None:
+        """``check`` raises to give up."""
+        self._rate_limit = rate_limit
+        self._check = check
+        self._served = tensors_of(live)
+        self._served_numbers = {place: found[2] for place, found in numbers_of(live).items()}
+        self.tensors: set[Place] = set()
+        self.numbers: set[Place] = set()
+
+    def compare(self, made: Mapping[Place, torch.Tensor], numbers: Mapping[Place, Number]) -> None:
+        """Raise ``Unproven`` with the first place where ``made`` or ``numbers`` are not served."""
+        for place, tensor in made.items():
+            self._check()
+            if (expected := self._served.get(place)) is None:
+                raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
+            _require_equal(place, tensor, expected, self._rate_limit)
+        for place, number in numbers.items():
+            found = self._served_numbers.get(place)
+            if found != number:
+                raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
+        self.tensors |= made.keys()
+        self.numbers |= numbers.keys()
+
+    def end(
+        self, present: Collection[Place], reached: Collection[Place], loaded: Collection[int]
+    ) -> None:
+        """Raise ``Unproven`` with the first served tensor that no part has made.
+
+        ``present``: the places of all tensors of the finished model. ``reached``: the places of raw
+        weights that tensors of the checkpoint were loaded into. ``loaded``: memory of the served
+        model that loading made, by ``memory_key``; forwards made the rest.
+        """
+        for place in sorted(reached):
+            # a commit exchanges what is made, and a digest covers it
+            if place in self._served and place not in self.tensors:
+                raise Unproven(
+                    f"the checkpoint brings {str(place)!r}, and finishing does not make it"
+                )
+        known = {memory_key(self._served[place]) for place in self.tensors}
+        for place, tensor in self._served.items():
+            key = memory_key(tensor)
+            if place in present or not tensor.is_floating_point():
+                continue
+            if key in loaded and key not in known:
+                raise Unproven(f"the served model has {str(place)!r}, and loading does not make it")
 
 
 def _require_equal(
