@@ -444,6 +444,7 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 parameter.data = parameter.data.clone()
 
     monkeypatch.setattr(raw_model, "_on", to_device)
+    monkeypatch.setattr(raw_model, "_free_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(raw_model, "device_loading_context", on_device)
     return moved
 

@@ -1,4 +1,4 @@
-"""A proof takes memory for the raw weights and for one finished module, and gives it back."""
+"""Finishing counts the memory that it takes, and the proof gives it back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
 from sglang_inflight.scheduler.update.changes.handles import Handle
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished import raw_model
-from sglang_inflight.scheduler.update.finished.places import tensors_of
+from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
 from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
+from sglang_inflight.scheduler.update.finished.raw_model import RawModel
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.finishing import Finish, Finishing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -136,3 +140,55 @@ def test_raw_weights_may_have_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(raw_model, "Handle", handle)
     find(Finished(), 1 << 30)
     assert asked == [False] * LAYERS
+
+
+class WithProduct(nn.Module):
+    """Computes a product of a weight after loading, as MLA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.gone = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+        self.product: torch.Tensor | None = None
+
+    def post_load_weights(self) -> None:
+        self.product = self.plain.weight.data * 2
+
+
+class Nobody:
+    def take(self, made: raw_model.Made) -> None:
+        """Use nothing."""
+
+
+def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Load and finish an update on a device with ``free`` bytes."""
+    recipe = Recipe(
+        names={f"{name}.weight": frozenset({f"{name}.weight"}) for name in ("plain", "gone")},
+        kept=frozenset({"plain.weight"}),
+        tensors=frozenset({Place("plain", "weight"), Place("", "product")}),
+        numbers=frozenset(),
+        # finishing deletes the weight of ``gone``, and needs no other module for that
+        awaited=frozenset({"plain", "gone"}),
+    )
+    live = WithProduct()
+    live.post_load_weights()
+    monkeypatch.setattr(raw_model, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(raw_model, "_OnDevice", lambda parameters, where: parameters)
+    raw = RawModel(WithProduct(), live, CUDA, Nobody(), UNPACED, recipe)
+    with torch.no_grad():
+        raw.begin(tensors_of(live), is_partial=False)
+        dataflow = Dataflow(raw.targets(), before_write=raw.note_write)
+        model: Any = raw.model
+        with dataflow:
+            sent = [(f"{name}.weight", torch.rand(4, 3)) for name in ("plain", "gone")]
+            for name, tensor in dataflow.receive_each(sent):
+                model.get_parameter(name).data.copy_(tensor)
+        raw.finish()
+
+
+def test_update_is_refused_where_finishing_it_would_fill_the_device(
+    on_a_device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight_and_product = 2 * NBYTES
+    finish_on_a_device(monkeypatch, weight_and_product)
+    with pytest.raises(Refused, match=r"MiB are free: a smaller --mem-fraction-static"):
+        finish_on_a_device(monkeypatch, weight_and_product - 1)

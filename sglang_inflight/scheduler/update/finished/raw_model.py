@@ -47,7 +47,7 @@ from sglang_inflight.scheduler.update.finished.places import (
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, checksum
-from sglang_inflight.storages import memory_key
+from sglang_inflight.storages import distinct_storages, memory_key
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
 _HOST = torch.device("cpu")
@@ -119,6 +119,7 @@ class RawModel:
         self._shadow = Shadow(pristine, ShadowParameters(), device, self._handle_for)
         self.model = self._shadow.model
         self._modules = dict(modules_of(self.model))
+        self._live = live
         self._served = dict(modules_of(live))
         self._weights = {
             memory_key(shadow): _RawWeight(
@@ -274,6 +275,7 @@ class RawModel:
                 self._rate_limit.spend(3 * weight.tensor.nbytes)
         self._note_bytes(paths)
         if at_seal and self._is_awaited(paths):
+            self._require_room()
             self._finishing = True
             try:
                 self._post_load()
@@ -350,6 +352,30 @@ class RawModel:
         if self.is_partial and self._recipe is not None:
             return not self._recipe.awaited.isdisjoint(paths)
         return True
+
+    def _require_room(self) -> None:
+        """Raise ``Refused`` if the device has no room for what ``post_load_weights`` takes at once.
+
+        The weights that it reads are there, and all results, before the first result is handed on.
+        Without room, a forward beside it may be what fails.
+        """
+        if self._recipe is None or self._device.type == "cpu" or not self._post_loaders:
+            return
+        # the other awaited modules are finished one by one
+        read = self._recipe.awaited - self._recipe.deleted
+        weights = (weight for path in read for weight in self._of_module.get(path, ()))
+        needed = sum(weight.tensor.nbytes for weight in weights if weight.is_written)
+        made = (
+            tensor
+            for place, tensor in tensors_of(self._live).items()
+            if place in self._recipe.tensors and place.module not in self._of_module
+        )
+        needed += sum(storage.nbytes() for storage in distinct_storages(made))
+        if (free := _free_bytes(self._device)) < needed:
+            raise Refused(
+                f"finishing the update needs {needed >> 20} MiB of {self._device} at once, and "
+                f"{free >> 20} MiB are free: a smaller --mem-fraction-static leaves more"
+            )
 
     def _post_load(self) -> None:
         self.is_post_loaded = True
@@ -644,6 +670,13 @@ def _outermost_with_post_load(model: nn.Module) -> list[Any]:
         else:
             waiting += [child for child in module._modules.values() if child is not None]
     return found
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that torch can still allocate, at most."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.finished.places import Number, Place, numbers_of, tensors_of
+from sglang_inflight.scheduler.update.finished.places import (
+    Number,
+    Place,
+    numbers_of,
+    split_name,
+    tensors_of,
+)
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Unproven
@@ -35,6 +41,12 @@ class Recipe:
     tensors: frozenset[Place]
     numbers: frozenset[Place]
     awaited: frozenset[str]
+
+    @property
+    def deleted(self) -> frozenset[str]:
+        """Modules of which finishing deletes a weight."""
+        at = {split_name(name) for name in self.names}
+        return frozenset(module for module, name in at if Place(module, name) not in self.tensors)
 
 
 class Comparison:
