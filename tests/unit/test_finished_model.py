@@ -16,7 +16,12 @@ from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished import raw_model
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
-from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
+from sglang_inflight.scheduler.update.finished.places import (
+    Number,
+    Place,
+    numbers_of,
+    tensors_of,
+)
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare, describe_layout
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
@@ -111,6 +116,10 @@ def found(
     return find_recipe(pristine, live, device, weights, UNPACED, 1 << 30, loaded)
 
 
+def _numbers(model: nn.Module) -> dict[Place, Number]:
+    return {place: number for place, (_, _, number) in numbers_of(model).items()}
+
+
 class Rank:
     """A served model with its staging, without a scheduler."""
 
@@ -192,8 +201,7 @@ class Rank:
         return (
             mine.keys() == other.keys()
             and all(torch.equal(mine[place], other[place]) for place in mine)
-            and self.live.largest == expected.largest
-            and getattr(self.live.a, "factor", None) == getattr(expected.a, "factor", None)
+            and _numbers(self.live) == _numbers(expected)
         )
 
 
@@ -513,8 +521,17 @@ def views_as_integers(layer: Any) -> None:
     layer.weight.data = layer.weight.data.view(torch.int32)
 
 
+def flags(layer: Any) -> None:
+    """Finish a weight that has no flag yet, as FP8's scales for DeepGEMM."""
+    if not getattr(layer.weight, "is_doubled", False):
+        layer.weight.data = layer.weight.data * 2
+        layer.weight.is_doubled = True
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA])
-@pytest.mark.parametrize("finish", [doubles_unseen, gives_other_memory, views_as_integers])
+@pytest.mark.parametrize(
+    "finish", [doubles_unseen, gives_other_memory, views_as_integers, flags]
+)
 def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
     finish: Finish, device: torch.device, imaginary_device: list[int]
 ) -> None:
@@ -528,6 +545,22 @@ def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
     with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
         rank.seal()
     assert rank.is_as(served(2, finish))
+
+
+def hides(layer: Any) -> None:
+    """Keep a tensor and a number in attributes of the weight, as FP8's for some kernels."""
+    layer.weight.rows = layer.weight.data.sum(dim=1)
+    layer.weight.largest = float(layer.weight.data.max())
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_what_finishing_keeps_in_attributes_of_a_weight_goes_live(form: str) -> None:
+    rank = Rank(form, finish=hides)
+    for version in (1, 2):
+        rank.update(version).make()
+        weight, expected = rank.live.a.weight, served(version, hides).a.weight
+        assert torch.equal(weight.rows, expected.rows)
+        assert weight.largest == expected.largest
 
 
 def leaves_alone(layer: Any) -> None:
