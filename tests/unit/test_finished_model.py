@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -424,17 +425,22 @@ def test_view_of_another_weight_goes_with_it() -> None:
     assert torch.equal(rank.live.a.upper, served(0, views).a.upper)
 
 
+# the elements of each weight, and its copy
+Moved = list[tuple[int, weakref.ref[torch.Tensor]]]
+
+
 @pytest.fixture
-def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let copies in other memory of the host be a device. Return how many elements went there.
+def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    """Let copies in other memory of the host be a device. Return the weights that went there.
 
     SGLang stages a module on the device for its finishing, and brings the results back.
     """
-    moved: list[int] = []
+    moved: Moved = []
 
     def to_device(device: torch.device, data: torch.Tensor) -> torch.Tensor:
-        moved.append(data.numel())
-        return data.clone()
+        copy = data.clone()
+        moved.append((data.numel(), weakref.ref(copy)))
+        return copy
 
     @contextmanager
     def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -458,7 +464,7 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("form", ["changes", "device"])
 def test_weight_that_post_load_reads_on_the_device_goes_live(
-    form: str, imaginary_device: list[int]
+    form: str, imaginary_device: Moved
 ) -> None:
     """MLA's ``kv_b_proj`` is read there, and serves prompts besides its products."""
     rank = Rank(form, device=CUDA)
@@ -475,9 +481,16 @@ def test_weight_that_post_load_reads_on_the_device_goes_live(
     assert rank.is_as(served(2, changed={"plain.weight": checkpoint(3)["plain.weight"]}))
 
 
-def test_proof_moves_only_the_weights_that_post_load_reads(imaginary_device: list[int]) -> None:
+def test_proof_moves_only_the_weights_that_post_load_reads(imaginary_device: Moved) -> None:
     Rank(device=CUDA)
-    assert imaginary_device == [12]
+    assert [elements for elements, _ in imaginary_device] == [12]
+
+
+def test_seal_gives_back_the_memory_of_the_device(imaginary_device: Moved) -> None:
+    rank = Rank(device=CUDA)
+    rank.update(1)
+    assert len(imaginary_device) == 2
+    assert all(copy() is None for _, copy in imaginary_device)
 
 
 class Scaling(Model):
@@ -499,7 +512,7 @@ class ScalingUnseen(Model):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("kind", [Scaling, ScalingUnseen])
 def test_weight_that_post_load_scales_goes_live_scaled(
-    kind: type[Model], device: torch.device, imaginary_device: list[int]
+    kind: type[Model], device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(kind=kind, device=device)
     assert "plain.weight" not in rank.recipe().kept
@@ -529,11 +542,9 @@ def flags(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-@pytest.mark.parametrize(
-    "finish", [doubles_unseen, gives_other_memory, views_as_integers, flags]
-)
+@pytest.mark.parametrize("finish", [doubles_unseen, gives_other_memory, views_as_integers, flags])
 def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
-    finish: Finish, device: torch.device, imaginary_device: list[int]
+    finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=finish, device=device)
     assert rank.recipe().kept == {"plain.weight"}
@@ -569,7 +580,7 @@ def leaves_alone(layer: Any) -> None:
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_half_suffices_where_finishing_leaves_the_weight_alone(
-    device: torch.device, imaginary_device: list[int]
+    device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=leaves_alone, device=device)
     rank.begin(is_partial=True)

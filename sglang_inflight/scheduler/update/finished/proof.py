@@ -55,6 +55,9 @@ def find_recipe(
         raise Unproven(
             f"the served checkpoint cannot be loaded and finished beside it: {why}"
         ) from error
+    finally:
+        # a cycle keeps the objects until the next collection
+        raw.forget()
     assert proof.recipe is not None
     return proof.recipe
 
