@@ -1,15 +1,16 @@
 """A marker with multi-head latent attention, whose derived weights mark their version.
 
 SGLang joins ``q_a_proj`` and ``kv_a_proj_with_mqa`` into one weight, and derives ``w_kc`` and
-``w_vc`` from ``kv_b_proj`` after loading. The plugin ``tests/latent_attention`` lets the absorbed
-form run, which multiplies by both and never by ``kv_b_proj`` itself.
+``w_vc`` from ``kv_b_proj`` after loading. By the plugin ``tests/latent_attention`` a prompt is
+multiplied by ``kv_b_proj``, and later tokens by both.
 
 Tokens belong to classes, and a token attends to tokens of its own class. The MLP marks the version
 if the attention has returned that class, and nothing else. Each version has a block of the latents
 to itself. So one weight of another version gives the token ``TORN``: without ``w_kc``, ``q_a_proj``
 or ``q_b_proj`` the attention mixes classes, without ``w_vc`` or ``kv_a_proj_with_mqa`` it returns
-none. A prompt needs tokens of two classes to show the former; successive ids are of different
-classes. KV of other versions is in other blocks, so that it neither attracts nor adds.
+none. In a prompt ``kv_b_proj`` stands for both products. A prompt needs tokens of two classes to
+show the mixture; successive ids are of different classes. KV of other versions is in other blocks,
+so that it neither attracts nor adds.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -16,7 +17,12 @@ from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished import raw_model
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
-from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
+from sglang_inflight.scheduler.update.finished.places import (
+    Number,
+    Place,
+    numbers_of,
+    tensors_of,
+)
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
@@ -111,6 +117,10 @@ def found(
     return find_recipe(pristine, live, device, weights, UNPACED, 1 << 30, loaded)
 
 
+def _numbers(model: nn.Module) -> dict[Place, Number]:
+    return {place: number for place, (_, _, number) in numbers_of(model).items()}
+
+
 class Rank:
     """A served model with its staging, without a scheduler."""
 
@@ -192,8 +202,7 @@ class Rank:
         return (
             mine.keys() == other.keys()
             and all(torch.equal(mine[place], other[place]) for place in mine)
-            and self.live.largest == expected.largest
-            and getattr(self.live.a, "factor", None) == getattr(expected.a, "factor", None)
+            and _numbers(self.live) == _numbers(expected)
         )
 
 
@@ -416,17 +425,22 @@ def test_view_of_another_weight_goes_with_it() -> None:
     assert torch.equal(rank.live.a.upper, served(0, views).a.upper)
 
 
+# the elements of each weight, and its copy
+Moved = list[tuple[int, weakref.ref[torch.Tensor]]]
+
+
 @pytest.fixture
-def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let copies in other memory of the host be a device. Return how many elements went there.
+def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    """Let copies in other memory of the host be a device. Return the weights that went there.
 
     SGLang stages a module on the device for its finishing, and brings the results back.
     """
-    moved: list[int] = []
+    moved: Moved = []
 
     def to_device(device: torch.device, data: torch.Tensor) -> torch.Tensor:
-        moved.append(data.numel())
-        return data.clone()
+        copy = data.clone()
+        moved.append((data.numel(), weakref.ref(copy)))
+        return copy
 
     @contextmanager
     def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -451,7 +465,7 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("form", ["changes", "device"])
 def test_weight_that_post_load_reads_on_the_device_goes_live(
-    form: str, imaginary_device: list[int]
+    form: str, imaginary_device: Moved
 ) -> None:
     """MLA's ``kv_b_proj`` is read there, and serves prompts besides its products."""
     rank = Rank(form, device=CUDA)
@@ -468,9 +482,16 @@ def test_weight_that_post_load_reads_on_the_device_goes_live(
     assert rank.is_as(served(2, changed={"plain.weight": checkpoint(3)["plain.weight"]}))
 
 
-def test_proof_moves_only_the_weights_that_post_load_reads(imaginary_device: list[int]) -> None:
+def test_proof_moves_only_the_weights_that_post_load_reads(imaginary_device: Moved) -> None:
     Rank(device=CUDA)
-    assert imaginary_device == [12]
+    assert [elements for elements, _ in imaginary_device] == [12]
+
+
+def test_seal_gives_back_the_memory_of_the_device(imaginary_device: Moved) -> None:
+    rank = Rank(device=CUDA)
+    rank.update(1)
+    assert len(imaginary_device) == 2
+    assert all(copy() is None for _, copy in imaginary_device)
 
 
 class Scaling(Model):
@@ -492,7 +513,7 @@ class ScalingUnseen(Model):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("kind", [Scaling, ScalingUnseen])
 def test_weight_that_post_load_scales_goes_live_scaled(
-    kind: type[Model], device: torch.device, imaginary_device: list[int]
+    kind: type[Model], device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(kind=kind, device=device)
     assert "plain.weight" not in rank.recipe().kept
@@ -514,10 +535,17 @@ def views_as_integers(layer: Any) -> None:
     layer.weight.data = layer.weight.data.view(torch.int32)
 
 
+def flags(layer: Any) -> None:
+    """Finish a weight that has no flag yet, as FP8's scales for DeepGEMM."""
+    if not getattr(layer.weight, "is_doubled", False):
+        layer.weight.data = layer.weight.data * 2
+        layer.weight.is_doubled = True
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA])
-@pytest.mark.parametrize("finish", [doubles_unseen, gives_other_memory, views_as_integers])
+@pytest.mark.parametrize("finish", [doubles_unseen, gives_other_memory, views_as_integers, flags])
 def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
-    finish: Finish, device: torch.device, imaginary_device: list[int]
+    finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=finish, device=device)
     assert rank.recipe().kept == {"plain.weight"}
@@ -531,13 +559,29 @@ def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
     assert rank.is_as(served(2, finish))
 
 
+def hides(layer: Any) -> None:
+    """Keep a tensor and a number in attributes of the weight, as FP8's for some kernels."""
+    layer.weight.rows = layer.weight.data.sum(dim=1)
+    layer.weight.largest = float(layer.weight.data.max())
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_what_finishing_keeps_in_attributes_of_a_weight_goes_live(form: str) -> None:
+    rank = Rank(form, finish=hides)
+    for version in (1, 2):
+        rank.update(version).make()
+        weight, expected = rank.live.a.weight, served(version, hides).a.weight
+        assert torch.equal(weight.rows, expected.rows)
+        assert weight.largest == expected.largest
+
+
 def leaves_alone(layer: Any) -> None:
     pass
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_half_suffices_where_finishing_leaves_the_weight_alone(
-    device: torch.device, imaginary_device: list[int]
+    device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=leaves_alone, device=device)
     rank.begin(is_partial=True)

@@ -1,7 +1,8 @@
 """Everything that a model computes with, by its place in the model.
 
 A forward reads parameters, buffers, and plain attributes of modules: tensors, numbers, containers
-of them. SGLang also keeps some in a module's ``quant_method`` and ``scheme``, which are no modules.
+of them. SGLang also keeps some in a module's ``quant_method`` and ``scheme``, which are no modules,
+and in attributes of parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """An object with attributes: a module, or the method of one."""
+    """An object with attributes: a module, or the method or a parameter of one."""
 
     module: str
     # prefix of its attributes' names: "quant_method." for a module's method
@@ -85,10 +86,13 @@ def owners_of(model: nn.Module) -> Iterator[Owner]:
 
 
 def owners_at(path: str, module: nn.Module) -> Iterator[Owner]:
-    """Yield ``module`` itself, and its methods."""
+    """Yield ``module`` itself, its methods, and its parameters with attributes."""
     yield Owner(path, "", module)
     for name, method in methods_of(module):
         yield Owner(path, f"{name}.", method)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and vars(parameter):
+            yield Owner(path, f"{name}.", parameter)
 
 
 def values_of(owner: Owner) -> Iterator[tuple[str, Any]]:

@@ -65,6 +65,8 @@ def find_recipe(
             f"the served checkpoint cannot be loaded and finished beside it: {why}"
         ) from error
     finally:
+        # a cycle keeps the objects until the next collection
+        raw.forget()
         if device.type != "cpu":
             # SGLang brings results back to pinned memory, which torch would keep
             torch.accelerator.empty_host_cache()

@@ -632,16 +632,16 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> Any:
 
 
 class _State:
-    """The attributes of a raw module and the memory of its tensors. An update returns it to both.
+    """The attributes of a raw module and of its tensors, and their memory.
 
-    Tensors that a loader or finishing writes in place are not written back: the next update fills
-    raw weights, and ``Shadow.begin`` resets what is derived from them.
+    An update returns the module to them. The contents of tensors stay as finishing has left them:
+    the next update fills raw weights, and ``Shadow.begin`` resets what is derived from them.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self._attributes = dict(module.__dict__)
         self._tensors = [
-            (tensor, tensor.data)
+            (tensor, tensor.data, dict(vars(tensor)))
             for owner in owners_at(path, module)
             for _, tensor in tensors_at(owner)
         ]
@@ -652,8 +652,10 @@ class _State:
             (name, copy.copy(value) if name in METHODS or type(value) in _COPIED else value)
             for name, value in self._attributes.items()
         )
-        for tensor, data in self._tensors:
+        for tensor, data, attributes in self._tensors:
             tensor.data = data
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
 
 
 # finishing may change these in place; the tensors in them stay the same objects
