@@ -1,0 +1,199 @@
+"""A loader may read the weights that it writes.
+
+Each model here has one such habit of SGLang's loaders. An update that changes one element a tensor
+equals a fresh load, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from sglang.srt.model_loader.weight_utils import composed_weight_loader, default_weight_loader
+from sglang.srt.models.inkling_common import dense_mlp
+from torch import nn
+
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.vocabulary.errors import Refused
+from tests.support.rank import Rank
+
+Tensors = dict[str, torch.Tensor]
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
+SHAPE = 4, 6
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """Turn gradients off, like the staging thread."""
+    with torch.no_grad():
+        yield
+
+
+class Model(nn.Module):
+    """``embed`` and ``norm`` are in the checkpoint. ``head`` is what a habit makes of ``embed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = (_parameter() for _ in range(3))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self.load(name, tensor)
+        self.end()
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        default_weight_loader(dict(self.named_parameters())[name], tensor)
+
+    def end(self) -> None:
+        self.head.data.copy_(self.embed.data)
+
+
+class ScalesInPlace(Model):
+    def end(self) -> None:
+        super().end()
+        self.norm.data.mul_(0.5)
+
+
+class Composes(Model):
+    """Mamba2's ``A`` does so with its ``A_log``."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        load = composed_weight_loader(default_weight_loader, lambda x: -torch.exp(x.float()))
+        load(dict(self.named_parameters())[name], tensor)
+
+
+class ReadsByParts(Model):
+    def end(self) -> None:
+        for row in range(len(self.embed)):
+            self.head.data[row].copy_(self.embed.data[row] + self.norm.data[row])
+
+
+class Linearizes(Model):
+    """Inkling's own lines keep a second copy of an expert's weight, beside the weights."""
+
+    _refresh_bf16_linearized = next(
+        c for c in vars(dense_mlp).values() if hasattr(c, "_refresh_bf16_linearized")
+    )._refresh_bf16_linearized
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_shared_experts, self._linearized_bf16_enabled = 2, True
+        self._bf16_linearized_ready = False
+        self.w13_weight = _parameter(2, 4, 3)
+        self.w2_weight = _parameter(2, 3, 2)
+        self.register_buffer("_w2_lin", torch.zeros(4, 3, dtype=DTYPE), persistent=False)
+
+    def end(self) -> None:
+        super().end()
+        self.w13_weight.data.view(-1).copy_(self.embed.data.view(-1))
+        self.w2_weight.data.view(-1).copy_(self.norm.data.view(-1)[:12])
+        self._refresh_bf16_linearized()
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape or SHAPE, dtype=DTYPE), requires_grad=False)
+
+
+def checkpoint(changed: int | None = None) -> Tensors:
+    """Return ``embed`` and ``norm``, with another value at the flat position ``changed``."""
+    random = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(SHAPE, generator=random).to(DTYPE) for n in ("embed", "norm")}
+    if changed is not None:
+        for tensor in tensors.values():
+            tensor.view(-1)[changed] += 1
+    return tensors
+
+
+def fresh(of: Callable[[], Model], tensors: Tensors) -> Model:
+    model = of()
+    model.load_weights(tensors.items())
+    return model
+
+
+def rank_of(mode: StagingMode, model: nn.Module) -> Rank:
+    return Rank(mode, model, served={name: SHAPE for name in ("embed", "norm")})
+
+
+def tensors_of(model: nn.Module) -> Tensors:
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def assert_same(model: nn.Module, expected: Tensors) -> None:
+    found = tensors_of(model)
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+READERS = [Model, ScalesInPlace, Composes, ReadsByParts, Linearizes]
+
+
+@STAGED
+@pytest.mark.parametrize("of", READERS)
+def test_loader_reads_the_elements_that_came_unchanged(
+    mode: StagingMode, of: Callable[[], Model]
+) -> None:
+    model = fresh(of, checkpoint())
+    rank = rank_of(mode, model)
+    for changed in 7, None, 0:
+        rank.update(checkpoint(changed))
+        assert_same(model, tensors_of(fresh(of, checkpoint(changed))))
+
+
+class ComputesTooSoon(Model):
+    """Makes its head as ``norm`` comes, whether ``embed`` has come or not."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor)
+        if name == "norm":
+            self.head.data.copy_(self.embed.data * 2)
+
+    def end(self) -> None:
+        pass
+
+
+class CopiesTooSoon(ComputesTooSoon):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        Model.load(self, name, tensor)
+        if name == "norm":
+            self.head.data.copy_(self.embed.data)
+
+
+class DerivesTooSoon(ComputesTooSoon):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("doubled", torch.zeros(SHAPE, dtype=DTYPE), persistent=False)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        Model.load(self, name, tensor)
+        self.head.data.copy_(tensor)
+        if name == "norm":
+            self.get_buffer("doubled").copy_(self.embed.data * 2)
+
+
+@STAGED
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        (ComputesTooSoon, "leaves NaN in 'head'"),
+        (CopiesTooSoon, "24 of 24 elements of 'head' were not sent"),
+        (DerivesTooSoon, "leaves NaN in 'doubled'"),
+    ],
+)
+def test_element_read_before_it_is_sent_is_refused(
+    mode: StagingMode, of: Callable[[], Model], reason: str
+) -> None:
+    tensors = checkpoint()
+    model = fresh(of, tensors)
+    before = tensors_of(model)
+    rank = rank_of(mode, model)
+    tensors = checkpoint(7)
+    with pytest.raises(Refused, match=reason):
+        rank.update({"norm": tensors["norm"], "embed": tensors["embed"]})
+    assert_same(model, before)
+    # a partial update leaves no element without a value
+    rank.update({"norm": tensors["norm"]}, partial=True)
