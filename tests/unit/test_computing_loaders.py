@@ -1,4 +1,4 @@
-"""A loader may read the weights that it writes.
+"""A loader may read the weights that it writes, and compute with the tensors that it gets.
 
 Each model here has one such habit of SGLang's loaders. An update that changes one element a tensor
 equals a fresh load, or is refused.
@@ -7,12 +7,14 @@ equals a fresh load, or is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 from sglang.srt.models.inkling_common import dense_mlp
 from torch import nn
+from torch.nn.functional import normalize
 
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.errors import Refused
@@ -197,3 +199,131 @@ def test_element_read_before_it_is_sent_is_refused(
     assert_same(model, before)
     # a partial update leaves no element without a value
     rank.update({"norm": tensors["norm"]}, partial=True)
+
+
+# ---- sparse tensors --------------------------------------------------------------------
+
+
+class Patched(Model):
+    """Makes nothing of several tensors."""
+
+    make: Callable[[torch.Tensor], torch.Tensor]
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, type(self).make(tensor))
+
+    def end(self) -> None:
+        pass
+
+
+def patched(make: Callable[[torch.Tensor], torch.Tensor]) -> type[Patched]:
+    return type("Patches", (Patched,), {"make": staticmethod(make)})
+
+
+class AddsToTheWeight(Patched):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        dict(self.named_parameters())[name].data.zero_().add_(tensor)
+
+
+class ScalesTheWeight(Patched):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        Model.load(self, name, tensor)
+        dict(self.named_parameters())[name].data.mul_(0.5)
+
+
+class ComposesIt(Patched):
+    load = Composes.load
+
+
+class FillsWithAMaximum(Patched):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        dict(self.named_parameters())[name].data.fill_(tensor.max().item())
+
+
+class LooksAtZero(Patched):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        Model.load(self, name, tensor if torch.any(tensor == 0) else tensor + 1)
+
+
+COMPUTE: dict[str, type[Model]] = {
+    # Baichuan2's head
+    "normalizes rows": patched(normalize),
+    # Bailing's and LLaDA2's
+    "normalizes columns": patched(lambda t: normalize(t, dim=0)),
+    "subtracts the mean": patched(lambda t: t - t.mean()),
+    "replaces NaN": patched(torch.nan_to_num),
+    "takes signs": patched(torch.sign),
+    "rounds to integers": patched(lambda t: t.to(torch.int32).to(t.dtype)),
+    "compares": patched(lambda t: (t > 0).to(t.dtype)),
+    "adds its neighbour": patched(lambda t: t + t.roll(1)),
+    "computes in place": patched(lambda t: t.clone().cumsum_(0)),
+    "multiplies matrices": patched(lambda t: t @ torch.ones(6, 6, dtype=t.dtype)),
+    "adds to the weight": AddsToTheWeight,
+    "scales the weight": ScalesTheWeight,
+    "composes": ComposesIt,
+    "fills with a maximum": FillsWithAMaximum,
+    "looks at zero": LooksAtZero,
+}
+
+MOVE: dict[str, type[Model]] = {
+    "copies": patched(lambda t: t),
+    "casts": patched(lambda t: t.float()),
+    "adds one": patched(lambda t: t + 1),
+    "scales in place": patched(lambda t: t.clone().mul_(0.5)),
+    "negates an exponential": patched(lambda t: -torch.exp(t.float())),
+    "transposes": patched(lambda t: t.t().contiguous().t()),
+    "joins halves": patched(lambda t: torch.cat([*t.chunk(2)][::-1])),
+    "stacks rows": patched(lambda t: torch.stack([*t])),
+    "permutes rows": patched(lambda t: t[torch.tensor([3, 1, 0, 2])]),
+}
+
+
+def sparse(tensors: Tensors, changed: int) -> Tensors:
+    at = torch.tensor([changed])
+    return {
+        f"{name}{half}": value
+        for name, tensor in tensors.items()
+        for half, value in ((".indices", at), (".values", tensor.view(-1)[at]))
+    }
+
+
+@STAGED
+@pytest.mark.parametrize("of", COMPUTE.values(), ids=COMPUTE.keys())
+def test_sparse_tensor_that_the_loader_computes_with_is_refused_by_name(
+    mode: StagingMode, of: type[Model]
+) -> None:
+    model = fresh(of, checkpoint())
+    before = tensors_of(model)
+    rank = rank_of(mode, model)
+    with pytest.raises(Refused, match=r"computes with .*: send whole tensors"):
+        rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
+    assert_same(model, before)
+    # a client sends the whole version then
+    rank.update(checkpoint(7), partial=True)
+    assert_same(model, tensors_of(fresh(of, checkpoint(7))))
+
+
+@STAGED
+@pytest.mark.parametrize("of", MOVE.values(), ids=MOVE.keys())
+def test_sparse_tensor_that_the_loader_moves_equals_a_fresh_load(
+    mode: StagingMode, of: type[Model]
+) -> None:
+    model = fresh(of, checkpoint())
+    rank = rank_of(mode, model)
+    rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
+    assert_same(model, tensors_of(fresh(of, checkpoint(7))))
+
+
+def test_refusal_names_the_sparse_tensor_alone() -> None:
+    """A head is normalized, and embeddings are not."""
+
+    class NormalizesTheHead(Patched):
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            Model.load(self, name, normalize(tensor) if name == "norm" else tensor)
+
+    rank = rank_of(StagingMode.CHANGES, fresh(NormalizesTheHead, checkpoint()))
+    sent: dict[str, Any] = sparse(checkpoint(7), 7)
+    with pytest.raises(Refused, match=r"the model's loader computes with norm, and"):
+        rank.update(sent, partial=True, load_format="sparse")
+    del sent["norm.indices"], sent["norm.values"]
+    rank.update(sent, partial=True, load_format="sparse")

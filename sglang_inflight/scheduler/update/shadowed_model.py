@@ -541,6 +541,7 @@ class ShadowedModel:
             before_write=self._before_write,
             rate_limit=rate_limit,
             communicates=isinstance(self.shadow, InPlaceModel),
+            is_sparse=is_sparse(source),
         )
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},
