@@ -259,6 +259,44 @@ def test_part_without_a_range_keeps_the_rest(data: st.DataObject) -> None:
     assert torch.equal(memory, new)
 
 
+@pytest.mark.parametrize("stride", [1, 7])
+def test_cut_part_stays_where_a_kernel_reads_it(
+    monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    """A later write of an update covers a part of an earlier one, and both wait on the host."""
+    pinned: set[int] = set()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned.add(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned)
+    new = torch.zeros(1000, dtype=torch.int16)
+    new[::stride] = 3
+    part = find_changes(0, torch.zeros_like(new), new)
+    assert part is not None
+    device = torch.device("meta")
+    assert not part.is_readable_on(device)
+    part.move_to_host()
+    assert part.is_readable_on(device)
+    rest = without_range(part, 300, 400)
+    assert rest
+    assert all(one.is_readable_on(device) for one in rest)
+
+
+def test_changes_out_of_a_kernels_reach_are_refused_before_the_vote() -> None:
+    part = find_changes(0, torch.zeros(9, dtype=torch.int32), torch.ones(9, dtype=torch.int32))
+    assert part is not None
+    with pytest.raises(Refused, match="in memory that meta cannot read"):
+        Exchange([(torch.empty(9, device="meta"), [part])])
+    on_the_device, on_the_host = torch.empty(9, device="meta"), torch.zeros(9)
+    part_there = Part(0, 9, torch.empty(9, dtype=torch.int32, device="meta"))
+    with pytest.raises(Refused, match="in memory that meta cannot read"):
+        Exchange([(on_the_device, [part_there]), (on_the_host, [part])])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:

@@ -64,7 +64,9 @@ class Composes(Model):
     """Mamba2's ``A`` does so with its ``A_log``."""
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        load = composed_weight_loader(default_weight_loader, lambda x: -torch.exp(x.float()))
+        # SGLang annotates a loader that returns nothing as one that returns a tensor
+        copy: Any = default_weight_loader
+        load = composed_weight_loader(copy, lambda x: -torch.exp(x.float()))
         load(dict(self.named_parameters())[name], tensor)
 
 

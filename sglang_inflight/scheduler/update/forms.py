@@ -53,8 +53,8 @@ class Form(Protocol):
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
         """Make ``weight`` ready for the loader's writes.
 
-        ``keeps``: elements that are not sent keep their value. Raises ``Refused`` if a commit
-        could not write the weight. ``check`` raises to give up.
+        ``keeps``: elements that are not sent keep their value. Raises ``Unproven`` if a commit
+        could not write the weight, and an update in place can. ``check`` raises to give up.
         """
 
     def put(self, weight: Weight, new: torch.Tensor) -> None:
@@ -221,6 +221,7 @@ class Changes:
         self.recorder.begin()
 
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
+        self._swap.check(*weight)
         self.recorder.add(weight.name, memory_key(weight.shadow), keeps=keeps)
 
     def put(self, weight: Weight, new: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ from sglang_inflight.scheduler.update.checks.put_to_use import (
     find_refreshed,
 )
 from sglang_inflight.scheduler.update.checks.stageable import (
+    device_of,
     why_laid_out_anew,
     why_not_loaded,
     why_not_shadowed,
@@ -489,7 +490,7 @@ class ShadowedModel:
 
     @property
     def _live_device(self) -> torch.device:
-        return next(self.runner.model.parameters()).device
+        return device_of(self.runner.model)
 
     @property
     def _ties_head(self) -> bool:

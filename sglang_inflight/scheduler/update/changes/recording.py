@@ -56,7 +56,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
-from sglang_inflight.vocabulary.errors import Outgrown, Refused
+from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
 
 _WHY_ON_HOST = (
     "the changes outgrew SGLANG_INFLIGHT_CHANGES_BYTES, or the device had no memory for them"
@@ -144,11 +144,8 @@ class Recording:
         ``keeps``: the update is partial, and elements that are not sent keep their value.
         """
         live, handle = self._handles[memory]
-        if handle.tensor.stride() != live.stride() or not has_bits(live):
-            raise Refused(
-                f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
-                f"strides {live.stride()})"
-            )
+        if not has_bits(live):
+            raise Unproven(f"{name!r} cannot be staged: it is {live.dtype}")
         weight = _Weight(name, live, handle, keeps)
         self._weights[id(live)] = weight
         self._by_memory[memory] = weight
