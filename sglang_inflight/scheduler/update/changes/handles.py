@@ -41,6 +41,19 @@ class Handle:
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=max(1, count))
         self.tensor = flat[:count].as_strided(like.shape, like.stride())
 
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Return whether this system tells which pages were written. Sandboxes may not (gVisor)."""
+        try:
+            handle = cls(torch.empty(1))
+            before = handle.is_touched()
+            handle.tensor.fill_(1)
+            written = handle.is_touched()
+            handle.release()
+            return (before, written, handle.is_touched()) == (False, True, False)
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Give the pages back. The next read sees zeros."""
         self._memory.madvise(mmap.MADV_DONTNEED)
