@@ -75,6 +75,34 @@ def test_receipt_counts_the_changed_elements(normal_loop_server: Server) -> None
     assert rank["staging"]["staged_as"] == staged_as
 
 
+def one_element_each(version: int) -> Weights:
+    """Return the checkpoint of ``version`` with another value in one element of each tensor."""
+    weights = marker.tensors(version)
+    for tensor in weights.values():
+        tensor.view(-1)[tensor.numel() // 2] += 0.25
+    return weights
+
+
+def test_one_element_of_each_tensor_changes_alone(any_server: Server) -> None:
+    """All other elements come as they are served, and the ways there end with equal weights."""
+    new = one_element_each(0)
+    ways: list[list[dict[str, Any]]] = [
+        [tensor_body(new, **LIVE, partial=False)],
+        [tensor_body(dict(changes_since(marker.tensors(0), new)), **SPARSE)],
+        [tensor_body(weights, **LIVE, partial=False) for weights in (marker.tensors(1), new)],
+    ]
+    digests = set()
+    for way in ways:
+        for body in way:
+            receipt = succeed(any_server.post(PATH, body))
+        digests.add(receipt["ranks"][0]["digest"])
+        if receipt["staged_as"]["form"] == "changes" and len(way) == 1:
+            assert receipt["staged_as"]["changed_elements"] == len(new)
+        back = succeed(any_server.post(PATH, tensor_body(marker.tensors(0), **LIVE, partial=False)))
+        assert back["ranks"][0]["digest"] not in digests
+    assert len(digests) == 1
+
+
 def test_status_and_doctor_agree_on_the_cost_of_each_form(any_server: Server) -> None:
     """A doctor reads the checkpoint, and a server its memory."""
     served = status(any_server)["ranks"][0]["staging"]["kv_tokens"]

@@ -26,9 +26,17 @@ def test_served_class_differs_from_its_row(name: str, tmp_path: Path) -> None:
     assert row.run(name, tmp_path) == table.read()[name]
 
 
-# norms held twice; a loader of all tensors at once; weights that no checkpoint brings
+# norms held twice; a loader of all tensors at once; weights that no checkpoint brings; a head that
+# the loader normalizes; weights that the loader reads again
 @pytest.mark.parametrize(
-    "name", ["Gemma3ForCausalLM", "Step3p5ForCausalLM", "Qwen3_5ForConditionalGeneration"]
+    "name",
+    [
+        "Gemma3ForCausalLM",
+        "Step3p5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "BailingMoeForCausalLM",
+        "Mamba2ForCausalLM",
+    ],
 )
 def test_loaded_class_differs_from_its_row(name: str, tmp_path: Path) -> None:
     assert row.run(name, tmp_path, servers=False).kind == table.read()[name].kind

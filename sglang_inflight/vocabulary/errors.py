@@ -142,7 +142,11 @@ class Outgrown(Refused):
 
 
 class Unproven(Refused):
-    """SGLang finishes the model after loading in a way that cannot be repeated beside it."""
+    """The model cannot be staged beside the served one, for a reason that shows only there.
+
+    SGLang finishes it after loading in a way that cannot be repeated, or keeps a weight where a
+    commit cannot write it beside forwards.
+    """
 
 
 class Altered(Refused):

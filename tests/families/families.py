@@ -136,6 +136,8 @@ BAILING = {
     "norm_head": False,
     "rms_norm_eps": 1e-6,
 }
+# the loader computes with the head
+NORMALIZED = {"norm_head": True}
 BAILING_2 = {
     **BAILING,
     "n_group": 1,
@@ -355,10 +357,10 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "BailingMoEForCausalLM": Family(model_type="llama", fields=BAILING),
-    "BailingMoeForCausalLM": Family(model_type="llama", fields=BAILING),
+    "BailingMoeForCausalLM": Family(model_type="llama", fields=BAILING | NORMALIZED),
     "BailingMoeV2ForCausalLM": Family(model_type="llama", fields=BAILING_2),
     "SarvamMoEForCausalLM": Family(model_type="llama", fields=BAILING_2),
-    "LLaDA2MoeModelLM": Family(model_type="llama", fields=BAILING_2),
+    "LLaDA2MoeModelLM": Family(model_type="llama", fields=BAILING_2 | NORMALIZED),
     "QWenLMHeadModel": Family(
         model_type="llama",
         joined={"gate_up_proj": ("w2", "w1")},

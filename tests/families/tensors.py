@@ -31,18 +31,20 @@ from tests.families.result import IN_PLACE, NOT_BUILT, REFUSED, STAGED, WRONG, R
 from tests.support.rank import Rank
 
 Tensors = dict[str, torch.Tensor]
+# the last of the folders
+_NEARBY = tiny.VERSIONS
 
 
 def compare(family: Family, folder: Path) -> Result:
-    """Update a loaded model to the other checkpoint and back, in each form of staging."""
-    folders = [folder / f"v{version}" for version in range(tiny.VERSIONS)]
+    """Update a loaded model to the other checkpoints and back, in each form of staging."""
+    folders = [*(folder / f"v{version}" for version in range(tiny.VERSIONS)), folder / tiny.NEARBY]
     with torch.no_grad():
         try:
             model, config = _load(folders[0], family)
-            fresh, _ = _load(folders[1], family)
+            others = [_load(other, family)[0] for other in folders[1:]]
         except Exception as error:
             return Result(NOT_BUILT, f"SGLang does not load it on a CPU: {named_error(error)}")
-        expected = [_tensors_of(model), _tensors_of(fresh)]
+        expected = [_tensors_of(model), *map(_tensors_of, others)]
         why_not, finishing = why_not_shadowed(model), None
         if why_not is not None:
             try:
@@ -62,14 +64,36 @@ def compare(family: Family, folder: Path) -> Result:
             )
             if finishing is not None:
                 rank.shadowed._pristine, rank.shadowed._recipe = finishing
-            for version in (1, 0):
+            for version in (1, 0, _NEARBY, 0):
                 try:
                     rank.update(tiny.read(folders[version]))
                 except Refused as refusal:
                     return Result(REFUSED, str(refusal))
                 if different := _different(_tensors_of(model), expected[version]):
                     return Result(WRONG, f"{mode.name.lower()}: other tensors: {different}")
+            if mode is not StagingMode.OFF:
+                is_taken = _update_sparse(rank, *map(tiny.read, (folders[0], folders[_NEARBY])))
+                wanted = expected[_NEARBY if is_taken else 0]
+                if different := _different(_tensors_of(model), wanted):
+                    how = f"{mode.name.lower()}, sparse"
+                    return Result(WRONG, f"{how}: other tensors: {different}")
+                rank.update(tiny.read(folders[0]))
         return Result(STAGED) if is_staged else Result(IN_PLACE, why_not or "")
+
+
+def _update_sparse(rank: Rank, before: Tensors, after: Tensors) -> bool:
+    """Send the elements that differ. Return whether the rank takes them: some classes refuse."""
+    sent: Tensors = {}
+    for name, tensor in after.items():
+        if not tiny.is_taken_sparse(tensor):
+            continue
+        at = (tensor != before[name]).view(-1).nonzero().view(-1)
+        sent |= {f"{name}.indices": at, f"{name}.values": tensor.view(-1)[at]}
+    try:
+        rank.update(sent, partial=True, load_format="sparse")
+    except Refused:
+        return False
+    return True
 
 
 def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[nn.Module, Recipe]:

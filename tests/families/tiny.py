@@ -1,12 +1,14 @@
 """Small checkpoints with random weights, for SGLang's model classes.
 
 Transformers' class of the same name gives the configuration and the names of the tensors. Every
-size of the configuration becomes small. Every tensor differs between the two versions.
+size of the configuration becomes small. Every tensor differs between the two versions, and another
+checkpoint differs from the first in one element of each.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from tests.families.families import Family, merged
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, EXPERTS = 64, 4, 2, 16, 2, 4
 VERSIONS = 2
 SPREAD = 0.1
+# the checkpoint that has changed least
+NEARBY = "v0-nearby"
 
 # sizes by the names of a configuration's fields
 _SIZES = {
@@ -73,11 +77,23 @@ _SIZES = {
 
 
 def build(name: str, family: Family, folder: Path) -> None:
-    """Write the versions of class ``name`` into ``folder``, as ``v0`` and ``v1``."""
+    """Write the versions of class ``name`` into ``folder``: ``v0``, ``v1``, and ``NEARBY``."""
     if family.model_type is None:
         _build_alike(name, family, folder)
     else:
         _build_named(name, family, folder)
+    shutil.copytree(folder / "v0", folder / NEARBY)
+    for file in (folder / NEARBY).glob("*.safetensors"):
+        tensors = _read_file(file)
+        for changed in tensors.values():
+            if is_taken_sparse(changed) and changed.numel():
+                changed.view(-1)[changed.numel() // 2] += SPREAD
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def is_taken_sparse(tensor: torch.Tensor) -> bool:
+    """Return whether servers take single elements of ``tensor``."""
+    return tensor.is_floating_point() and tensor.itemsize >= 2
 
 
 def _build_alike(name: str, family: Family, folder: Path) -> None:
@@ -117,9 +133,13 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        tensors |= _read_file(file)
     return tensors
+
+
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def _small(name: str, family: Family) -> Any:
@@ -183,8 +203,7 @@ def _stored(model: Any) -> Iterator[torch.Tensor]:
 
 def _rename(folder: Path, renames: Mapping[str, str]) -> None:
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        tensors = _read_file(file)
         for old, new in renames.items():
             tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
         save_file(tensors, file, metadata={"format": "pt"})

@@ -84,7 +84,7 @@ class Rank:
                 write(self.handles)
 
     def commit(self) -> Exchange:
-        self.recording.close()
+        self.recording.close(check_finite=False)
         exchange = Exchange(self.recording.changes())
         exchange.make()
         return exchange
@@ -94,6 +94,31 @@ SHAPES = [(7, 5), (64,), (3, 4, 5)]
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int64]
 
 
+def served_values(which: int, dtype: torch.dtype) -> torch.Tensor:
+    return random_bits(torch.Size(SHAPES[which]).numel(), dtype, 7).view(SHAPES[which])
+
+
+def drawn_values(draw: st.DrawFn, which: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the served values of a weight, with others in some places."""
+    values = served_values(which, dtype)
+    others = random_bits(values.numel(), dtype, draw(st.integers(0, 5))).view(values.shape)
+    every = draw(st.sampled_from([1, 2, 7, 100]))
+    values.view(-1)[1::every] = others.view(-1)[1::every]
+    return values
+
+
+@st.composite
+def whole_copies(
+    draw: st.DrawFn, dtype: torch.dtype
+) -> list[Callable[[list[torch.Tensor]], object]]:
+    """Draw a copy into each weight."""
+    values = [drawn_values(draw, which, dtype) for which in range(len(SHAPES))]
+    return [
+        lambda weights, at=at, new=new: weights[at].copy_(new)  # type: ignore[misc]
+        for at, new in enumerate(values)
+    ]
+
+
 @st.composite
 def writes_to(draw: st.DrawFn, dtype: torch.dtype) -> Callable[[list[torch.Tensor]], object]:
     """Draw an operation on one of the weights."""
@@ -101,12 +126,19 @@ def writes_to(draw: st.DrawFn, dtype: torch.dtype) -> Callable[[list[torch.Tenso
     shape = SHAPES[which]
     begin = draw(st.integers(0, shape[0] - 1))
     rows = draw(st.integers(1, shape[0] - begin))
-    kind = draw(st.sampled_from(["rows", "columns", "fill", "index", "from another", "expand"]))
-    count = int(torch.Size(shape).numel())
-    values = random_bits(count, dtype, draw(st.integers(0, 5))).view(shape)
+    kinds = ["rows", "columns", "fill", "index", "from another", "expand", "read", "read itself"]
+    kind = draw(st.sampled_from(kinds))
+    values = drawn_values(draw, which, dtype)
+    other, first = draw(st.integers(0, len(SHAPES) - 1)), draw(st.integers(0, 30))
 
     def write(weights: list[torch.Tensor]) -> object:
         target = weights[which]
+        if kind == "read":
+            # a loader copies from what it has written
+            of = weights[other].view(-1)[first : first + 5]
+            return target.view(-1)[:5].copy_(of.clone() if which == other else of)
+        if kind == "read itself":
+            return target[begin].copy_(target[begin].flip(0))
         if kind == "rows":
             return target.narrow(0, begin, rows).copy_(values.narrow(0, begin, rows))
         if kind == "columns":
@@ -118,7 +150,6 @@ def writes_to(draw: st.DrawFn, dtype: torch.dtype) -> Callable[[list[torch.Tenso
         if kind == "index":
             return target.index_copy_(0, torch.tensor([begin]), values[begin : begin + 1])
         if kind == "from another":
-            # a weight that nobody wrote has no value in a whole update
             return target.view(-1)[:7].copy_(values.view(-1)[:7]).sub_(values.view(-1)[0])
         return target.narrow(0, begin, rows).copy_(values[0])
 
@@ -130,17 +161,21 @@ def writes_to(draw: st.DrawFn, dtype: torch.dtype) -> Callable[[list[torch.Tenso
 def test_recorded_writes_equal_writes_to_the_weights(data: st.DataObject) -> None:
     """Writes of any kind and order, with windows that close at any time."""
     dtype = data.draw(st.sampled_from(DTYPES))
-    writes = data.draw(st.lists(writes_to(dtype), max_size=8))
+    is_whole = data.draw(st.booleans())
+    # a weight that nobody wrote has no value in a whole update
+    writes = data.draw(whole_copies(dtype)) if is_whole else []
+    writes += data.draw(st.lists(writes_to(dtype), max_size=8))
     windows = data.draw(st.sampled_from([0, 100, 1 << 20]))
-    weights = [random_bits(torch.Size(s).numel(), dtype, 7).view(s) for s in SHAPES]
+    weights = [served_values(which, dtype) for which in range(len(SHAPES))]
     before = [weight.clone() for weight in weights]
     expected = [weight.clone() for weight in weights]
     for write in writes:
         write(expected)
-    rank = Rank(weights, True, Budget(windows=windows))
+    rank = Rank(weights, not is_whole, Budget(windows=windows))
     rank.record(writes)
     assert all(map(are_same, weights, before)), "the served weights were written"
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
+    assert not any(map(rank.recording.unwritten, weights))
     digest, of_expected = Digest(), Digest()
     for weight, wanted in zip(weights, expected, strict=True):
         for _ in digest.read("w", weight, rank.recording.as_committed(weight)):
@@ -177,7 +212,7 @@ def test_unwritten_elements_are_counted(data: st.DataObject) -> None:
         by_rows = data.draw(st.booleans())
         rank.record([write(begin, end, by_rows, data.draw(st.booleans()))])
         (is_written[begin:end] if by_rows else is_written[:, begin:end]).fill_(True)
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
     assert rank.recording.unwritten(live) == int((~is_written).sum())
 
 
@@ -224,6 +259,44 @@ def test_part_without_a_range_keeps_the_rest(data: st.DataObject) -> None:
     assert torch.equal(memory, new)
 
 
+@pytest.mark.parametrize("stride", [1, 7])
+def test_cut_part_stays_where_a_kernel_reads_it(
+    monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    """A later write of an update covers a part of an earlier one, and both wait on the host."""
+    pinned: set[int] = set()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned.add(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned)
+    new = torch.zeros(1000, dtype=torch.int16)
+    new[::stride] = 3
+    part = find_changes(0, torch.zeros_like(new), new)
+    assert part is not None
+    device = torch.device("meta")
+    assert not part.is_readable_on(device)
+    part.move_to_host()
+    assert part.is_readable_on(device)
+    rest = without_range(part, 300, 400)
+    assert rest
+    assert all(one.is_readable_on(device) for one in rest)
+
+
+def test_changes_out_of_a_kernels_reach_are_refused_before_the_vote() -> None:
+    part = find_changes(0, torch.zeros(9, dtype=torch.int32), torch.ones(9, dtype=torch.int32))
+    assert part is not None
+    with pytest.raises(Refused, match="in memory that meta cannot read"):
+        Exchange([(torch.empty(9, device="meta"), [part])])
+    on_the_device, on_the_host = torch.empty(9, device="meta"), torch.zeros(9)
+    part_there = Part(0, 9, torch.empty(9, dtype=torch.int32, device="meta"))
+    with pytest.raises(Refused, match="in memory that meta cannot read"):
+        Exchange([(on_the_device, [part_there]), (on_the_host, [part])])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:
@@ -248,7 +321,7 @@ def test_interrupted_exchange_is_completed_by_the_next() -> None:
     new = torch.arange(3 * PIECE, dtype=torch.int16)
     rank = Rank([live], True, Budget())
     rank.record([lambda weights: weights[0].copy_(new)])
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
     changes = rank.recording.changes()
     Exchange([(live, changes[0][1][:1])]).make()
     Exchange(changes).make()
@@ -261,9 +334,9 @@ def test_weight_written_through_numpy_is_refused() -> None:
     rank.record([lambda weights: weights[1].copy_(torch.ones(3000))])
     rank.handles[0].numpy()[5] = 1
     with pytest.raises(Refused, match=r"'weight 0' past torch's operations"):
-        rank.recording.close()
+        rank.recording.close(check_finite=False)
     rank.begin()
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
 
 
 @pytest.mark.parametrize("sent", [3000, 2500])
@@ -277,7 +350,7 @@ def test_dense_sparse_tensor_takes_no_positions(sent: int) -> None:
     with rank.recording.leaving_out_nan():
         rank.record([lambda weights: weights[0].copy_(new)])
     expected = torch.where(new.isnan(), live, new)
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
     [(_, [part])] = rank.recording.changes()
     assert part.offsets is None
     changed = int((expected != live).sum())
@@ -289,7 +362,7 @@ def test_dense_sparse_tensor_takes_no_positions(sent: int) -> None:
 def test_empty_weight_is_recorded() -> None:
     rank = Rank([torch.zeros(0, 4)], True, Budget())
     rank.record([lambda weights: weights[0].copy_(torch.zeros(0, 4))])
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
     assert rank.recording.changes() == []
 
 
@@ -320,7 +393,7 @@ def test_device_without_memory_for_a_comparison_loses_no_change(
         rank.record([lambda weights: weights[0].copy_(new)])
     else:
         rank.record([lambda weights: weights[0].index_copy_(0, torch.arange(3000), new)])
-    rank.recording.close()
+    rank.recording.close(check_finite=False)
     assert len(calls) == 2
     committed = torch.cat(list(rank.recording.as_committed(live)))
     assert are_same(committed, new)
@@ -328,15 +401,21 @@ def test_device_without_memory_for_a_comparison_loses_no_change(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
-def test_intervals_are_a_set_of_positions(ranges: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans())))
+def test_intervals_are_a_set_of_positions(ranges: list[tuple[int, int, bool]]) -> None:
     intervals = Intervals()
     positions: set[int] = set()
-    for start, end in ranges:
+    for start, end, adds in ranges:
         assert intervals.overlaps(start, end) == any(p in positions for p in range(start, end))
-        intervals.add(start, end)
-        positions |= set(range(start, end))
+        if adds:
+            intervals.add(start, end)
+            positions |= set(range(start, end))
+        else:
+            intervals.discard(start, end)
+            positions -= set(range(start, end))
         assert len(intervals) == len(positions)
+        gaps = [p for gap in intervals.gaps(31) for p in range(*gap)]
+        assert gaps == sorted(set(range(31)) - positions)
 
 
 def test_marks_are_known_for_the_floats_of_this_test() -> None:

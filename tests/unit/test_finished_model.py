@@ -188,7 +188,7 @@ class Rank:
         self.form.show_as_served()
         with torch.no_grad():
             self.shadow.finish()
-        self.form.close()
+        self.form.close(check_finite=True)
         weights = [Weight(*pair) for pair in self.shadow.pairs]
         return self.form.prepare(weights, (), self.shadow.numbers)
 

@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.update import Update
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.support.pool import MASKING_LOADER
 from tests.support.rank import Rank
 
@@ -561,3 +561,29 @@ def test_custom_loader_that_masks_nan_in_copy_keeps_what_is_not_sent(
             served[name].view(-1)[indices] = new.view(-1)[indices]
         rank.update(*calls, partial=True, load_format=MASKING_LOADER)
         assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), served))
+
+
+@STAGED
+def test_weight_that_cannot_be_staged_is_named_and_left_to_an_update_in_place(
+    mode: StagingMode,
+) -> None:
+    """A weight with holes, such as a padded scale, is no reason to refuse every update."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = parameter(4)
+            self.scale = nn.Parameter(torch.zeros(4, 6)[:, :3], requires_grad=False)
+
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:
+                write(dict(self.named_parameters())[name], tensor)
+
+    model = Padded()
+    new = {"plain": torch.ones(4), "scale": torch.ones(4, 3)}
+    shapes = {name: tensor.shape for name, tensor in new.items()}
+    with pytest.raises(Unproven, match=r"'scale' cannot be staged: its memory has holes"):
+        Rank(mode, model, served=shapes).update(new)
+    assert not model.plain.any()
+    Rank(StagingMode.OFF, model, served=shapes).update(new)
+    assert model.scale.all()

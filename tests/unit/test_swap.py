@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.swap import ContentSwap
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Unproven
 
 SPARE_BYTES = 64
 # operations allowed to a commit: views and copies
@@ -70,5 +70,12 @@ def test_content_swap_keeps_neighbouring_memory() -> None:
 def test_weight_with_holes_is_refused() -> None:
     live = torch.arange(40.0).view(4, 10)[:, :5]
     how = ContentSwap(torch.device("cpu"), SPARE_BYTES)
-    with pytest.raises(Refused, match="'weight' cannot be staged: its memory has holes"):
+    with pytest.raises(Unproven, match="'weight' cannot be staged: its memory has holes"):
         how.check("weight", live, torch.empty_like(live))
+
+
+def test_weight_kept_on_the_host_is_refused() -> None:
+    live = torch.zeros(4)
+    how = ContentSwap(torch.device("meta"), SPARE_BYTES)
+    with pytest.raises(Unproven, match="'weight' cannot be staged: it is kept on the host"):
+        how.check("weight", live, torch.zeros(4))

@@ -16,6 +16,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.update import cost
 from sglang_inflight.scheduler.update.changes.recording import Budget
+from sglang_inflight.scheduler.update.checks.stageable import device_of
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
@@ -91,7 +92,7 @@ def make_staging(
         model.made_by_forwards.end_start(model.runner, holds_graphs=model.holds_graphs)
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
             model.prepare_to_finish()
-    device = next(models[0].runner.model.parameters()).device
+    device = device_of(models[0].runner.model)
     layout = find_layout(models, device, scheduler.server_args)
     if settings.proof == "start":
         can = _prove(models, device, layout, can)

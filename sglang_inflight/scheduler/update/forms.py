@@ -10,7 +10,14 @@ import torch
 
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.recording import Recording
-from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
+from sglang_inflight.scheduler.update.checks.coverage import (
+    can_mark,
+    count_marked,
+    holds_stray,
+    is_finite,
+    mark,
+    stray_refusal,
+)
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -46,8 +53,8 @@ class Form(Protocol):
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
         """Make ``weight`` ready for the loader's writes.
 
-        ``keeps``: elements that are not sent keep their value. Raises ``Refused`` if a commit
-        could not write the weight. ``check`` raises to give up.
+        ``keeps``: elements that are not sent keep their value. Raises ``Unproven`` if a commit
+        could not write the weight, and an update in place can. ``check`` raises to give up.
         """
 
     def put(self, weight: Weight, new: torch.Tensor) -> None:
@@ -59,8 +66,11 @@ class Form(Protocol):
     def show_as_served(self) -> None:
         """Let the loader's tensors show the weights as they will be served."""
 
-    def close(self) -> None:
-        """End the loader's writes. Raises ``Refused`` if some of them were not seen."""
+    def close(self, *, check_finite: bool) -> None:
+        """End the loader's writes. Raises ``Refused`` if some of them were not seen.
+
+        ``check_finite``: no tensor of the update holds NaN, so no weight may get it.
+        """
 
     def keep_if_unwritten(self, weight: Weight) -> None:
         """Keep the live elements of ``weight`` if none was written."""
@@ -103,6 +113,7 @@ class WholeCopies:
         self._swap = swap
         self._rate_limit = rate_limit
         self._recorder: Recorder | None = None
+        self._check_finite = False
 
     @property
     def recorder(self) -> Recorder | None:
@@ -137,8 +148,9 @@ class WholeCopies:
     def show_as_served(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def close(self, *, check_finite: bool) -> None:
+        # ``read`` takes the same pass for this and the marks
+        self._check_finite = check_finite
 
     def keep_if_unwritten(self, weight: Weight) -> None:
         shadow = weight.shadow
@@ -147,9 +159,19 @@ class WholeCopies:
 
     def read(self, digest: Digest, name: str, weight: Weight, *, counts: bool) -> Iterator[int]:
         is_marked = counts and can_mark(weight.shadow)
+        marked, others = 0, False
         for piece in digest.read(name, weight.shadow):
             self._rate_limit.spend(piece.nbytes)
-            yield count_marked(piece) if is_marked else 0
+            if is_marked and not is_finite(piece):
+                found = count_marked(piece)
+                marked, others = marked + found, others or found == 0
+                yield found
+            else:
+                yield 0
+        if others and not marked:
+            for new, served in self._rate_limit.cut(weight.shadow, weight.live):
+                if holds_stray(new, served, check_finite=self._check_finite):
+                    raise stray_refusal(weight.name)
 
     def prepare(
         self,
@@ -199,6 +221,7 @@ class Changes:
         self.recorder.begin()
 
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
+        self._swap.check(*weight)
         self.recorder.add(weight.name, memory_key(weight.shadow), keeps=keeps)
 
     def put(self, weight: Weight, new: torch.Tensor) -> None:
@@ -210,8 +233,8 @@ class Changes:
     def show_as_served(self) -> None:
         self.recorder.read_as_served()
 
-    def close(self) -> None:
-        self.recorder.close()
+    def close(self, *, check_finite: bool) -> None:
+        self.recorder.close(check_finite=check_finite)
 
     def keep_if_unwritten(self, weight: Weight) -> None:
         self.recorder.keep(weight.live)

@@ -32,7 +32,13 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
-from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
+from sglang_inflight.scheduler.update.checks.coverage import (
+    can_mark,
+    count_marked,
+    holds_stray,
+    mark,
+    stray_refusal,
+)
 from sglang_inflight.scheduler.update.checks.digest import digest_of
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.finished.kv_scales import (
@@ -327,14 +333,19 @@ class Jobs:
                 model.finish(was_loaded=was_loaded)
         elif was_loaded:
             form = self._shadows.form
+            # other servers' weights are as they are
+            check_finite = self._check_finite and update.served_digest is None
             form.show_as_served()
             for model in models:
                 model.refuse_if_derived()
                 for name, live, shadow in model.shadow.derived_pairs:
                     self._shadows.swap.check(name, live, shadow)
+                    for new, served in self._rate_limit.cut(shadow, live):
+                        if holds_stray(new, served, check_finite=check_finite):
+                            raise stray_refusal(name)
                 if model.role in whole and model.served and not self._unsent(update, {model.role}):
                     model.keep_weights_not_in_checkpoints(update.check)
-            form.close()
+            form.close(check_finite=check_finite)
         digest = self._read_through(update, shadowed, whole)
         if update.served_digest not in (None, digest):
             raise Refused(

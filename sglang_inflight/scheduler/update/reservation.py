@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
-from sglang_inflight.scheduler.update.checks.stageable import why_stale
+from sglang_inflight.scheduler.update.checks.stageable import device_of, why_stale
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
@@ -49,7 +49,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     then gives the KV cache the free memory, and later nothing is free.
     """
     models = loaded_models(scheduler)
-    device = next(models[0].parameters()).device
+    device = device_of(models[0])
     if device.type == "cpu":
         return None
     weights = tensors_copied_by_shadow(models)

@@ -38,6 +38,7 @@ from sglang_inflight.scheduler.update.checks.put_to_use import (
     find_refreshed,
 )
 from sglang_inflight.scheduler.update.checks.stageable import (
+    device_of,
     why_laid_out_anew,
     why_not_loaded,
     why_not_shadowed,
@@ -572,7 +573,7 @@ class ShadowedModel:
 
     @property
     def _live_device(self) -> torch.device:
-        return next(self.runner.model.parameters()).device
+        return device_of(self.runner.model)
 
     @property
     def _ties_head(self) -> bool:
@@ -623,6 +624,7 @@ class ShadowedModel:
             before_write=self._before_write,
             rate_limit=rate_limit,
             communicates=isinstance(self.shadow, InPlaceModel),
+            is_sparse=is_sparse(source),
         )
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},

@@ -21,7 +21,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.storages import span_of
+from sglang_inflight.vocabulary.errors import Unproven
 
 # size of the spare piece of device memory, kept from the first update on
 SPARE_BYTES = 64 << 20
@@ -31,7 +32,7 @@ class Swap(Protocol):
     """Swaps two tensors of one shape and dtype."""
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        """Raise ``Refused`` if ``swap`` would fail."""
+        """Raise ``Unproven`` if ``swap`` would fail, or forwards might read both versions."""
 
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
         """Exchange the contents. Raises nothing for checked tensors."""
@@ -65,10 +66,9 @@ class ContentSwap:
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
         if live.device.type == "cpu" and self._spare.device.type != "cpu":
             # copies between two places of the host are not ordered by the device's stream
-            raise Refused(f"{name!r} cannot be staged: it is kept on the host")
-        # a shadow has the same strides only if the weight's memory has no holes
-        if live.stride() != shadow.stride():
-            raise Refused(
+            raise Unproven(f"{name!r} cannot be staged: it is kept on the host")
+        if span_of(live) != live.numel():
+            raise Unproven(
                 f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
                 f"strides {live.stride()})"
             )

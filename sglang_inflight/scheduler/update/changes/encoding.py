@@ -68,6 +68,11 @@ class Part:
         if self.offsets is not None:
             self.offsets = self.offsets.cpu().pin_memory()
 
+    def is_readable_on(self, device: torch.device) -> bool:
+        """Return whether a kernel of ``device`` may read and write the part."""
+        parts = [self.values] if self.offsets is None else [self.values, self.offsets]
+        return all(one.device == device or one.is_pinned() for one in parts)
+
     def positions(self) -> torch.Tensor:
         """Return the int64 position of each value, counted from ``start``."""
         if self.offsets is None:
@@ -137,13 +142,21 @@ def count_changes(part: Part, live: torch.Tensor) -> int:
 
 def without_range(part: Part, start: int, end: int) -> list[Part]:
     """Return ``part`` without its values in the range from ``start`` to ``end``."""
-    first, last = start - part.start, end - part.start
+    rest = _without_range(part, start - part.start, end - part.start)
+    if part.values.is_pinned():
+        # indexing does not give pinned memory
+        for one in rest:
+            one.move_to_host()
+    return rest
+
+
+def _without_range(part: Part, first: int, last: int) -> list[Part]:
     if part.offsets is None:
         rest = []
         if first > 0:
             rest.append(Part(part.start, first, part.values[:first].clone()))
         if last < part.length:
-            rest.append(Part(end, part.length - last, part.values[last:].clone()))
+            rest.append(Part(part.start + last, part.length - last, part.values[last:].clone()))
         return rest
     at = part.positions()
     keeps = (at < first) | (at >= last)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from sglang_inflight.scheduler.update.changes.encoding import Part, bits_of, write_positions
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class Exchange:
@@ -22,11 +23,16 @@ class Exchange:
     """
 
     def __init__(self, changes: Sequence[tuple[torch.Tensor, list[Part]]]) -> None:
-        """``changes``: each changed weight with its parts. No element is in two parts."""
+        """``changes``: each changed weight with its parts. No element is in two parts.
+
+        Raises ``Refused`` if a commit could not read them all.
+        """
         self._weights = [weight for weight, _ in changes]
         self._parts = [(bits_of(weight), part) for weight, parts in changes for part in parts]
         self._is_live = False
         device = self._weights[0].device if self._weights else torch.device("cpu")
+        if any(bits.device != device or not p.is_readable_on(device) for bits, p in self._parts):
+            raise Refused(f"the changes of the update are in memory that {device} cannot read")
         self._make: Callable[[list[tuple[torch.Tensor, Part]]], None]
         if device.type == "cpu":
             self._make = _Reference(part for _, part in self._parts)

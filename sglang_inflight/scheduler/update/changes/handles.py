@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sglang_inflight.storages import span_of
+
 _PAGE = mmap.PAGESIZE
 # named by Python from 3.12 on
 _NO_RESERVE = 0x4000
@@ -25,23 +27,37 @@ class Handle:
     """The address range of one weight's staged copy, in the host's memory."""
 
     def __init__(self, like: torch.Tensor, *, is_watched: bool = True) -> None:
-        """``like`` gives shape, strides and dtype. It has no holes.
+        """``like`` gives shape, strides and dtype.
 
         ``is_watched``: ``is_touched`` is asked. Otherwise the memory may have huge pages, because a
         whole checkpoint is written into it.
         """
+        count = span_of(like)
+        self._nbytes = count * like.element_size()
         self._memory = mmap.mmap(
             -1,
-            max(like.element_size(), like.nbytes),
+            max(like.element_size(), self._nbytes),
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE,
         )
         # a huge page would reach into the neighbours' ranges, and they would look written
         huge_pages = mmap.MADV_NOHUGEPAGE if is_watched else mmap.MADV_HUGEPAGE
         with suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(huge_pages)
-        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=max(1, like.numel()))
-        self.tensor = flat[: like.numel()].as_strided(like.shape, like.stride())
-        self._nbytes = like.nbytes
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=max(1, count))
+        self.tensor = flat[:count].as_strided(like.shape, like.stride())
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Return whether this system tells which pages were written. Sandboxes may not (gVisor)."""
+        try:
+            handle = cls(torch.empty(1))
+            before = handle.is_touched()
+            handle.tensor.fill_(1)
+            written = handle.is_touched()
+            handle.release()
+            return (before, written, handle.is_touched()) == (False, True, False)
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Give the pages back. The next read sees zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 import torch
 
@@ -26,6 +27,17 @@ class Intervals:
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
 
+    def discard(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        first = bisect_right(self._ends, start)
+        last = bisect_left(self._starts, end)
+        if first >= last:
+            return
+        before, after = self._starts[first], self._ends[last - 1]
+        self._starts[first:last] = [before] * (before < start) + [end] * (end < after)
+        self._ends[first:last] = [start] * (before < start) + [after] * (end < after)
+
     def add_where(self, start: int, written: torch.Tensor) -> None:
         """Add each position of ``written`` (booleans, from position ``start`` on) that is True."""
         if bool(written.all()):
@@ -44,6 +56,12 @@ class Intervals:
     def overlaps(self, start: int, end: int) -> bool:
         at = bisect_right(self._ends, start)
         return start < end and at < len(self._starts) and self._starts[at] < end
+
+    def gaps(self, length: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of positions below ``length`` that are not in the set."""
+        for start, end in zip([0, *self._ends], [*self._starts, length], strict=True):
+            if start < end:
+                yield start, end
 
     def __len__(self) -> int:
         """Return the number of positions."""

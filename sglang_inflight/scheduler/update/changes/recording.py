@@ -14,8 +14,9 @@ than their budget and it is the one used longest ago. A window that opens again 
 found before. So neither the order nor the number of a loader's writes matters, and the last one
 wins.
 
-A window of a whole update is filled with marks (``checks/coverage.py``): elements with a mark were
-not written. A window of a partial update is filled with the live weight.
+A window shows what the loader wrote, so the loader may read that. Where it wrote nothing, a window
+of a whole update has marks (``checks/coverage.py``), and a window of a partial update the live
+weight. A copied mark leaves its place unwritten.
 
 Memory that no operation of torch's wrote (numpy, another thread) is noticed at the seal.
 """
@@ -43,11 +44,19 @@ from sglang_inflight.scheduler.update.changes.encoding import (
 )
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.changes.intervals import Intervals
-from sglang_inflight.scheduler.update.checks.coverage import can_mark, mark, marks_in
+from sglang_inflight.scheduler.update.checks.coverage import (
+    can_mark,
+    count_marked,
+    holds_stray,
+    is_finite,
+    mark,
+    marks_in,
+    stray_refusal,
+)
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
-from sglang_inflight.vocabulary.errors import Outgrown, Refused
+from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
 
 _WHY_ON_HOST = (
     "the changes outgrew SGLANG_INFLIGHT_CHANGES_BYTES, or the device had no memory for them"
@@ -135,11 +144,8 @@ class Recording:
         ``keeps``: the update is partial, and elements that are not sent keep their value.
         """
         live, handle = self._handles[memory]
-        if handle.tensor.stride() != live.stride() or not has_bits(live):
-            raise Refused(
-                f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
-                f"strides {live.stride()})"
-            )
+        if not has_bits(live):
+            raise Unproven(f"{name!r} cannot be staged: it is {live.dtype}")
         weight = _Weight(name, live, handle, keeps)
         self._weights[id(live)] = weight
         self._by_memory[memory] = weight
@@ -204,8 +210,12 @@ class Recording:
 
     # ---- the seal ---------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Compare all windows. Raise ``Refused`` if a handle was written behind torch's back."""
+    def close(self, *, check_finite: bool) -> None:
+        """Compare all windows.
+
+        Raise ``Refused`` if a handle was written behind torch's back, or if a change is a mark.
+        With ``check_finite`` NaN is refused, too, unless it is served already.
+        """
         self._close_all()
         for weight in self._weights.values():
             if weight.handle.is_touched():
@@ -215,6 +225,20 @@ class Recording:
                     "operations (through numpy, a kernel or another thread), where changes are "
                     "not seen: SGLANG_INFLIGHT_STAGING=device or host stages this model"
                 )
+            if any(self._is_stray(weight, part, check_finite) for part in weight.parts):
+                raise stray_refusal(weight.name)
+
+    def _is_stray(self, weight: _Weight, part: Part, check_finite: bool) -> bool:
+        if not can_mark(weight.live):
+            return False
+        self._rate_limit.spend(part.values.nbytes)
+        new = part.values.view(weight.live.dtype)
+        if is_finite(new):
+            return False
+        served = bits_of(weight.live)[part.start : part.start + part.length].to(new.device)
+        if part.offsets is not None:
+            served = served[part.positions()]
+        return holds_stray(new, served.view(new.dtype), check_finite=check_finite)
 
     def unwritten(self, live: torch.Tensor) -> int:
         """Return how many elements no tensor wrote, 0 for weights that keep theirs."""
@@ -280,7 +304,13 @@ class Recording:
                 new = of.to(device, weight.live.dtype).contiguous().view(-1)
                 served = bits_of(weight.live)[start : start + len(new)].to(device)
                 if not self._leaves_out_nan:
-                    return None, find_changes(start, served, bits_of(new))
+                    part = find_changes(start, served, bits_of(new))
+                    changed = new[:0] if part is None else part.values.view(new.dtype)
+                    if not weight.marks or not count_marked(changed):
+                        return None, part
+                    # a copy of elements that were not sent yet
+                    written = ~marks_in(new)
+                    return written, find_changes(start, served, bits_of(new), written)
                 written = ~new.isnan()
                 if weight.keeps:
                     # the served elements may be exchanged, too, and a whole range costs less
@@ -292,6 +322,8 @@ class Recording:
             if written is None:
                 weight.written.add(start, start + length)
             elif not weight.keeps:
+                if not self._leaves_out_nan:
+                    weight.written.discard(start, start + length)
                 weight.written.add_where(start, written)
             self._add(weight, part)
             self._rate_limit.spend(of_piece.nbytes + 2 * length * weight.live.element_size())
@@ -357,12 +389,16 @@ class Recording:
 
     def _open(self, weight: _Weight) -> None:
         memory = weight.handle.tensor
-        if weight.marks and not self._reads_served:
-            for (piece,) in self._rate_limit.cut(memory):
-                mark(piece)
-        else:
+        has_marks = weight.marks and not self._reads_served
+        if not has_marks or len(weight.written):
+            # an element that was written and is in no part has come as it is served
             for to, of in self._rate_limit.cut(memory, weight.live.data):
                 to.copy_(of)
+        if has_marks:
+            row = memory.as_strided((memory.numel(),), (1,))
+            for start, end in weight.written.gaps(memory.numel()):
+                for (piece,) in self._rate_limit.cut(row[start:end]):
+                    mark(piece)
         bits = bits_of(memory)
         for part in weight.parts:
             put_into(part, bits)
@@ -393,6 +429,8 @@ class Recording:
 
             sent, changes = self._look(weight, look)
             if sent is not None:
+                if not self._leaves_out_nan:
+                    weight.written.discard(start, start + len(sent))
                 weight.written.add_where(start, sent)
             self._add(weight, changes)
             self._rate_limit.spend(3 * len(new[start : start + PIECE]) * new.element_size())

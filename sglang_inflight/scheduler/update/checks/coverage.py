@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from sglang_inflight.vocabulary.errors import Refused
+
 _PATTERNS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF8_0A5A_A5A5_0A5A),
     torch.float32: (torch.int32, 0x7FCA_5A5B),
@@ -44,6 +46,28 @@ def count_marked(tensor: torch.Tensor) -> int:
     if is_finite(tensor):
         return 0
     return int(marks_in(tensor).sum())
+
+
+def holds_stray(new: torch.Tensor, served: torch.Tensor, *, check_finite: bool) -> bool:
+    """Return whether ``new`` holds a mark, or NaN where ``served`` has none.
+
+    Marks may be left in what a loader makes of elements before these are sent. NaN counts with
+    ``check_finite`` only: then no tensor of an update holds it.
+    """
+    if not can_mark(new) or is_finite(new):
+        return False
+    stray = marks_in(new)
+    if check_finite:
+        stray |= new.isnan() & ~served.to(new.device).isnan()
+    return bool(stray.any())
+
+
+def stray_refusal(name: str) -> Refused:
+    return Refused(
+        f"loading the update leaves NaN in {name!r}, which no tensor brings: the model's loader "
+        "computes with elements before they are sent. SGLANG_INFLIGHT_STAGING=off writes updates "
+        "in place instead"
+    )
 
 
 def marks_in(tensor: torch.Tensor) -> torch.Tensor:

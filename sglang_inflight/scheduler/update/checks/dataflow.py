@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_inflight.scheduler.update.checks.mixing import Mixing
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key, range_of
 from sglang_inflight.vocabulary.errors import Refused
@@ -105,7 +106,8 @@ class Dataflow(TorchDispatchMode):
     has taken the last one.
 
     A write to a ``SERVED`` target raises ``Refused`` out of the loader's operation, before the
-    operation runs.
+    operation runs. So does a write of mixed elements to a weight, if the tensors are sparse
+    (``mixing.py``).
     """
 
     def __init__(
@@ -116,11 +118,13 @@ class Dataflow(TorchDispatchMode):
         rate_limit: RateLimit | None = None,
         recorder: Recorder | None = None,
         communicates: bool = False,
+        is_sparse: bool = False,
     ) -> None:
         """``before_write`` is called before each write to a weight or to derived memory.
 
         ``communicates``: all ranks do the same between the same two steps, so operations may wait
-        for other ranks. Others raise ``Refused``.
+        for other ranks. Others raise ``Refused``. ``is_sparse``: received tensors have NaN where
+        nothing was sent.
         """
         super().__init__()
         self._targets = targets
@@ -128,6 +132,7 @@ class Dataflow(TorchDispatchMode):
         self._rate_limit = rate_limit
         self._recorder = recorder
         self._communicates = communicates
+        self._mixing = Mixing(self._is_sent, self._is_weight) if is_sparse else None
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
@@ -148,6 +153,8 @@ class Dataflow(TorchDispatchMode):
         if is_alone or key not in self._received:
             self._received[key] = _Received()
         self._computed.pop(key, None)
+        if self._mixing is not None:
+            self._mixing.forget(key)
         self._received[key].add(name, tensor)
         self._names.add(name)
         self._current = name
@@ -196,10 +203,13 @@ class Dataflow(TorchDispatchMode):
         if func in (_COPY, _FILL) and not read:
             # SGLang's loader writes a weight of one element so
             names = self._as_numbers
+        mixes = self._mixing is not None and self._mixing.mixes(func, read, written_tensors)
         for tensor in written_tensors:
             target = self._targets.get(memory_key(tensor))
             if target is None:
                 continue
+            if mixes and target.kind is Kind.WEIGHT:
+                raise Mixing.refusal(names or {target.name})
             copied = read[0].dtype if self._is_copy_of_received(func, read) else None
             self._reach(target, tensor, names, is_known, copied)
             if target.kind is Kind.FOREIGN:
@@ -212,8 +222,11 @@ class Dataflow(TorchDispatchMode):
             result = args[0]
         else:
             result = func(*args, **kwargs)
-        self._follow(func, result, written_tensors, read, names)
+        self._follow(func, result, written_tensors, read, names, mixes=mixes)
         return result
+
+    def _is_sent(self, tensor: torch.Tensor) -> bool:
+        return bool(self._origin([tensor])[0])
 
     def _is_recorded(
         self, func: Any, args: Any, written: list[torch.Tensor], read: list[torch.Tensor]
@@ -284,24 +297,37 @@ class Dataflow(TorchDispatchMode):
         written: list[torch.Tensor],
         read: list[torch.Tensor],
         names: frozenset[str],
+        *,
+        mixes: bool,
     ) -> None:
         for tensor in written:
             key = memory_key(tensor)
             if key not in self._targets and key not in self._received:
                 self._computed[key] = self._computed.get(key, frozenset()) | names
         results = list(tensors_of(result))
+        if self._mixing is not None:
+            others = (t for t in written if memory_key(t) not in self._targets)
+            self._mixing.follow(others, read, mixes=mixes)
         if not results and read:
+            if self._mixing is not None and names:
+                self._mixing.refuse_number(result, names, mixes=mixes)
             # a number: no target shows its use, so its tensors count as used
             self.reached |= names
             if func is _ITEM:
                 self._as_numbers |= names
             return
         inputs = {memory_key(tensor) for tensor in (*written, *read)}
+        made: list[torch.Tensor] = []
         for tensor in results:
             key = memory_key(tensor)
             if key not in inputs:
+                made.append(tensor)
                 self._received.pop(key, None)
                 self._computed[key] = names
+                if self._mixing is not None:
+                    self._mixing.forget(key)
+        if self._mixing is not None:
+            self._mixing.follow(made, read, mixes=mixes)
 
 
 def without_threads(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

@@ -56,6 +56,12 @@ _QUANTIZED_WEIGHTS = frozenset(
 )
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's forwards. Some weights may be kept on the host."""
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def why_not_loaded(model: nn.Module) -> str | None:
     """Return why ``model`` cannot be loaded again at all, or None if it can."""
     for name, module in modules_of(model):
