@@ -122,8 +122,10 @@ class Jobs:
 
         A staged update only reads the live weights. Only a commit writes them, on the scheduler's
         thread, and no commit can come while an update is open. ``after`` is the last commit's event
-        on the device, or None: the shadow is not written before that event.
+        on the device, or None: before that event nothing of the shadow is written or freed.
         """
+        if after is not None:
+            after.synchronize()
         models = self._select(self._models, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this server")
@@ -141,8 +143,6 @@ class Jobs:
             for model in self._models:
                 model.prove(self._device, update.check, self._rate_limit)
         self._shadows.build(self._mode_of(update), self._device)
-        if after is not None:
-            after.synchronize()
         for model in self._models:
             model.begin(is_partial=self._is_partial(update, model))
         if update.marks:

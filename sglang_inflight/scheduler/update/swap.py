@@ -124,6 +124,11 @@ class PreparedSwap:
     def is_possible(self) -> bool:
         return self.how is not None
 
+    def free(self) -> None:
+        """Let go of the changes: nobody makes this swap again, and no device is making it."""
+        if self.changes is not None:
+            self.changes.free()
+
     def make(self) -> int:
         """Exchange everything, and return the bytes exchanged."""
         if self.how is None:

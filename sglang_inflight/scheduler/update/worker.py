@@ -30,6 +30,9 @@ class Worker(Protocol):
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         """Do ``job`` after all earlier jobs, then answer ``call`` with its result."""
 
+    def do(self, job: Callable[[], None]) -> None:
+        """Do ``job`` after all earlier jobs. Nobody waits for it."""
+
 
 class InlineWorker:
     """Does each job at once, on the caller's thread: for the mode without a shadow.
@@ -63,6 +66,9 @@ class InlineWorker:
         else:
             self._answers.succeed(call, answer)
 
+    def do(self, job: Callable[[], None]) -> None:
+        job()
+
 
 class StagingWorker:
     """One thread per rank, for jobs in order, each with an answer.
@@ -91,11 +97,16 @@ class StagingWorker:
         self.streams_in_use = streams_in_use
         # made by the thread; the loop may enqueue work on it
         self.stream: Any = None
-        self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[InflightCall[Any] | None, Job[Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         self._jobs.put((call, job))
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.put((None, job))
 
     def _run(self) -> None:
         if self._device.type != "cpu":
@@ -106,7 +117,10 @@ class StagingWorker:
         while True:
             call, job = self._jobs.get()
             try:
-                self._answer(call, job)
+                if call is None:
+                    self._do(job)
+                else:
+                    self._answer(call, job)
             except BaseException:
                 # the front end takes this rank for silent in this call; the next job is answered
                 logger.exception("%s could not be answered", type(call).__name__)

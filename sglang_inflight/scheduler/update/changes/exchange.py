@@ -12,6 +12,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from sglang_inflight.scheduler.update.changes.encoding import Part, bits_of, write_positions
+from sglang_inflight.scheduler.update.rate import make_way
+
+# Torch takes some microseconds to free a part. A thread in this keeps the interpreter.
+_FREED_AT_ONCE = 256
 
 
 class Exchange:
@@ -48,6 +52,12 @@ class Exchange:
                 # writes through ``.data`` do not count in the version, by which caches notice them
                 increment_version(weight)
         return sum(part.values.nbytes for _, part in self._parts)
+
+    def free(self) -> None:
+        """Let go of the parts, with pauses for steps."""
+        while self._parts:
+            del self._parts[-_FREED_AT_ONCE:]
+            make_way()
 
 
 class _Reference:
