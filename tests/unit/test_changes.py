@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.changes import recording
 from sglang_inflight.scheduler.update.changes.encoding import (
@@ -242,19 +243,6 @@ def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:
     assert torch.equal(memory, around[start:end])
 
 
-def test_interrupted_exchange_is_completed_by_the_next() -> None:
-    """Parts on the wanted side are left alone."""
-    live = torch.zeros(3 * PIECE, dtype=torch.int16)
-    new = torch.arange(3 * PIECE, dtype=torch.int16)
-    rank = Rank([live], True, Budget())
-    rank.record([lambda weights: weights[0].copy_(new)])
-    rank.recording.close()
-    changes = rank.recording.changes()
-    Exchange([(live, changes[0][1][:1])]).make()
-    Exchange(changes).make()
-    assert torch.equal(live, new)
-
-
 def test_weight_written_through_numpy_is_refused() -> None:
     live = torch.zeros(3000)
     rank = Rank([live, torch.zeros(3000)], True, Budget())
@@ -325,6 +313,35 @@ def test_device_without_memory_for_a_comparison_loses_no_change(
     committed = torch.cat(list(rank.recording.as_committed(live)))
     assert are_same(committed, new)
     assert rank.recording.unwritten(live) == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_receipt_reads_no_element() -> None:
+    """A read of the device for each part would hold up the seal, unpaced."""
+    live = torch.zeros(3 * PIECE, dtype=torch.int16)
+    rank = Rank([live], True, Budget())
+    rank.record([lambda weights: weights[0].copy_(torch.arange(3 * PIECE, dtype=torch.int16))])
+    # the whole range of a part is kept, and loses its middle
+    rank.record([lambda weights: weights[0][10:20].copy_(torch.zeros(10))])
+    rank.recording.close()
+    with Operations() as done:
+        described = rank.recording.describe()
+    assert done.count == 0
+    rank.commit()
+    assert described.changed_elements == int(live.count_nonzero())
 
 
 @settings(max_examples=200, deadline=None)

@@ -206,15 +206,14 @@ class LiveWeights:
                 self.weights = returns_to.weights
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         self._reset_made()
-        if returns_to is None:
+        if self.previous is not None and self.previous.swap is not swap:
             self.lose_previous()
         if self.hollow is None and self.is_named:
             self.previous = Previous(base, before, self.digest, swap)
             self.holds_previous = swap.is_possible
         else:
-            self.forget_previous()
-            if returns_to is None:
-                self._give_up(swap)
+            self._give_up(swap)
+            self.previous, self.holds_previous = None, False
         if missing:
             self.hollow = f"{missing} elements of them were not sent yet"
             return swapped

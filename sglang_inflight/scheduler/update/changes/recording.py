@@ -33,6 +33,7 @@ import torch
 from sglang_inflight.scheduler.memory.host import available_to_this_rank
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
+    Changes,
     Part,
     bits_of,
     count_changes,
@@ -44,7 +45,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.changes.intervals import Intervals
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, mark, marks_in
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, make_way
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Outgrown, Refused
@@ -112,6 +113,8 @@ class Recording:
         # bytes of the changes on the device, and in the host's memory
         self.nbytes = self.host_bytes = 0
         self.peak_bytes = 0
+        # elements that differ from the served ones
+        self._changed = 0
 
     def handle_for(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the tensor that a loader addresses in place of ``weight``."""
@@ -124,10 +127,13 @@ class Recording:
         for weight in self._windows.values():
             weight.handle.release()
         self._windows.clear()
-        self._weights.clear()
         self._by_memory.clear()
+        # one weight at a time: a step waits for the interpreter while torch frees parts
+        while self._weights:
+            self._weights.popitem()
+            make_way()
         self._reads_served = self._looks_on_host = False
-        self.nbytes = self.host_bytes = self.peak_bytes = 0
+        self.nbytes = self.host_bytes = self.peak_bytes = self._changed = 0
 
     def add(self, name: str, memory: int, *, keeps: bool) -> None:
         """Record the update's writes to the handle at ``memory`` (``memory_key``).
@@ -227,21 +233,18 @@ class Recording:
         if not len(weight.written):
             weight.written.add(0, live.numel())
 
-    def changes(self) -> list[tuple[torch.Tensor, list[Part]]]:
+    def changes(self) -> Changes:
         """Return each changed weight with its parts, for the commit."""
         return [(w.live, w.parts) for w in self._weights.values() if w.parts]
 
     def describe(self) -> StagedChanges:
         """Return this rank's part of the receipt."""
-        changed = sum(
-            count_changes(part, w.live) for w in self._weights.values() for part in w.parts
-        )
         elements = sum(weight.live.numel() for weight in self._weights.values())
         return StagedChanges(
             form="changes on host" if self.host_bytes else "changes",
             why=_WHY_ON_HOST if self.host_bytes else None,
-            changed_elements=changed,
-            changed_fraction=changed / max(1, elements),
+            changed_elements=self._changed,
+            changed_fraction=self._changed / max(1, elements),
             staging_bytes_peak=self.peak_bytes,
         )
 
@@ -332,6 +335,7 @@ class Recording:
             self.host_bytes += sign * part.nbytes
         else:
             self.nbytes += sign * part.nbytes
+        self._changed += sign * part.changed
 
     def _forget_range(self, weight: _Weight, start: int, end: int) -> None:
         if not self._has_changes(weight, start, end):
@@ -342,6 +346,7 @@ class Recording:
                 rest = without_range(part, start, end)
                 self._count(part, -1)
                 for one in rest:
+                    one.changed = count_changes(one, weight.live)
                     self._count(one, 1)
                 kept += rest
             else:
