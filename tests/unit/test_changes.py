@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.storages import memory_key
 from sglang_inflight.tensor_digest import Digest
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Outgrown, Refused
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +185,7 @@ def test_unwritten_elements_are_counted(data: st.DataObject) -> None:
 
 def test_copies_touch_no_memory_of_the_handle() -> None:
     live = torch.zeros(1 << 20)
-    rank = Rank([live], False, Budget())
+    rank = Rank([live], False, Budget(host=0))
     rank.record([lambda weights: weights[0][:500].copy_(torch.ones(500))])
     assert rank.recording.peak_bytes == 500 * 4
     rank.commit()
@@ -342,6 +343,48 @@ def test_receipt_reads_no_element() -> None:
     assert done.count == 0
     rank.commit()
     assert described.changed_elements == int(live.count_nonzero())
+
+
+@pytest.fixture
+def pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep parts of the host where they are: a machine without a device pins no memory."""
+    monkeypatch.setattr(Part, "move_to_host", lambda part: None)
+
+
+@pytest.mark.usefixtures("pins_nothing")
+@pytest.mark.parametrize("changed", [3000, 100])
+def test_pinned_changes_count_as_the_power_of_two_that_they_take(changed: int) -> None:
+    live = torch.zeros(3000)
+    new = live.clone()
+    new[:changed] = 1
+    # values alone, or values and offsets
+    taken = 16384 if changed == 3000 else 512 + 256
+    for host, fits in ((taken - 1, False), (taken, True)):
+        rank = Rank([live], True, Budget(device=0, host=host))
+        with nullcontext() if fits else pytest.raises(Outgrown):
+            rank.record([lambda weights: weights[0].copy_(new)])
+        assert rank.recording.host_bytes == (taken if fits else 0)
+
+
+@pytest.mark.usefixtures("pins_nothing")
+@pytest.mark.parametrize("host", [0, 1 << 40], ids=["weights on the host", "weights on a device"])
+def test_host_memory_taken_by_others_since_the_start_is_not_counted_on(host: int) -> None:
+    left = 100_000
+    live = torch.zeros(3000)
+    budget = Budget(device=0 if host else 1 << 40, host=host, free=lambda: left)
+    rank = Rank([live], True, budget)
+    write = [lambda weights: weights[0].copy_(torch.ones(3000))]
+    rank.record(write)
+    rank.begin()
+    left = 100
+    if host:
+        # torch keeps what the update before has pinned
+        rank.begin()
+        rank.record(write)
+        rank = Rank([live], True, budget)
+    rank.begin()
+    with pytest.raises(Outgrown):
+        rank.record(write)
 
 
 @settings(max_examples=200, deadline=None)
