@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.exchange_kernel import Launch
 from sglang_inflight.scheduler.update.changes.tables import build_tables
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+from tests.support.calls import calls_of
 
 CPU = torch.device("cpu")
 Row = tuple[int, int, int, int]
@@ -110,22 +108,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(exchange_kernel, "_exchange", kernel)
     monkeypatch.setattr(exchange, "_Reference", lambda changed: Launch(changed, CPU))
     return kernel
-
-
-def calls_of(action: Callable[[], object]) -> int:
-    """Return how many functions ``action`` calls, of Python and of C."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_commit_takes_as_many_calls_for_any_number_of_parts_and_weights(kernel: Kernel) -> None:

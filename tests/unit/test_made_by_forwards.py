@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.made_by_forwards import MOST_FORWARDS, MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.labels import VersionLabel
+from tests.support.calls import calls_of
 
 CPU = torch.device("cpu")
 
@@ -472,22 +472,6 @@ class Many(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.first(x)
         return output
-
-
-def calls_of(action: Callable[[], object]) -> int:
-    """Return how many functions ``action`` calls, of Python and of C."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_reset_takes_as_many_calls_for_any_number_of_modules() -> None:
