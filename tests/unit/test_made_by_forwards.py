@@ -493,9 +493,9 @@ def test_attribute_set_where_a_look_has_been_is_found_at_the_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The staging thread looks while forwards run, and lets them run between two modules."""
-    rank = Rank(nn.Sequential(MarksProduct(), Layer()))
+    first: Any = MarksProduct()
+    rank = Rank(nn.Sequential(first, Layer()))
     del vars(rank.runner)["forward"]
-    first: Any = rank.model[0]
     places = []
 
     def make_way() -> None:

@@ -388,7 +388,8 @@ class _Sizes:
         # path and module of each namespace
         self.owners: list[tuple[str, nn.Module]] = []
         seen: set[int] = set()
-        unset, containers = [], []
+        unset: list[tuple[int, str, Any]] = []
+        containers: list[tuple[int, str, Any]] = []
         for path, module in modules_of(model):
             for _, namespace in namespaces_of(module):
                 if id(namespace) in seen:

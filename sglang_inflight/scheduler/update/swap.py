@@ -219,4 +219,4 @@ def _count_users_of_lone_memory() -> int:
 
 
 _ALONE = _count_users_of_lone_memory()
-_set_data = torch._C.TensorBase.data.__set__
+_set_data = vars(torch._C.TensorBase)["data"].__set__

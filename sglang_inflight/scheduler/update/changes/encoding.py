@@ -36,7 +36,7 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return tensor.element_size() in _BITS
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
     """Changed elements in a range of a weight's memory.
 

@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.changes.encoding import BLOCK, OFFSET_BYTE
 from sglang_inflight.scheduler.update.rate import make_way
 
 # a part of the usual size has 16 rows
-_PARTS_AT_ONCE = 256
+_PARTS_AT_ONCE = 128
 
 
 def build_tables(changes: Changes, device: torch.device) -> dict[int, torch.Tensor]:
@@ -75,9 +75,11 @@ def _addresses(tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
 
 def _joined(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
     table = torch.empty(sum(map(len, rows)), 4, dtype=torch.int64, device=device)
-    begin = 0
-    for some in rows:
-        table[begin : begin + len(some)].copy_(torch.from_numpy(some))
-        begin += len(some)
+    end = len(table)
+    while rows:
+        # freed one by one, for the same reason
+        some = rows.pop()
+        table[end - len(some) : end].copy_(torch.from_numpy(some))
+        end -= len(some)
         make_way()
     return table
