@@ -132,6 +132,22 @@ def test_changes_are_held_until_the_device_has_exchanged_them(
     assert not rank.holds_changes
 
 
+def test_commit_exchanges_pointers_after_an_opening_on_a_cpu() -> None:
+    """A swap holds the memory it exchanges, and memory with other users is copied."""
+    live = LiveWeights(SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    live.digest = "old"
+    worker = ManualWorker()
+    live.free = lambda swap: worker.do(swap.free)
+    pair = torch.zeros(4), torch.ones(4)
+    for _ in range(3):
+        # the staging thread frees it before it stages
+        live.lose_previous()
+        worker.work()
+        before = [tensor.data_ptr() for tensor in pair]
+        live.swap_in("new", PreparedSwap(swap_for(CPU), (pair,)), base=VersionLabel(0, "v0"))
+        assert [tensor.data_ptr() for tensor in pair] == before[::-1]
+
+
 def test_release_of_memory_waits_for_the_exchange_and_frees_the_changes() -> None:
     rank = OnDevice()
     rank.commit()
