@@ -154,6 +154,15 @@ def _commit_size(results: Sequence[Result]) -> list[Panel]:
     return [Panel("Time for which generation stands still in an update", "ms", bars, ONE_STEP)]
 
 
+def _loop_time(results: Sequence[Result]) -> list[Panel]:
+    bars = [
+        bar(f"{row['rank']}, {what}", "ours", row[what])
+        for _, _, row in rows_of(results)
+        for what in ("exchange", "pointers", "reset", "turn")
+    ]
+    return [Panel("Time on the scheduler's loop, without a device's work", "ms", bars)]
+
+
 def _changes(results: Sequence[Result]) -> list[Panel]:
     held, staged = [], []
     for _, result, row in rows_of(results):
@@ -245,6 +254,7 @@ PANELS: dict[str, Callable[[Sequence[Result]], list[Panel]]] = {
     "update_gap": _update_gap,
     "small_tensors": _small_tensors,
     "commit_size": _commit_size,
+    "loop_time": _loop_time,
     "changes": _changes,
     "sustained": _sustained,
     "thrown_away": _thrown_away,

@@ -45,6 +45,7 @@ ABOUT = {
     "update_gap": "Largest gap between two tokens of a stream during an update.",
     "small_tensors": "Steps beside an update of thousands of small tensors.",
     "commit_size": "Time for which a commit holds the scheduler's loop, by model size.",
+    "loop_time": "Time on the scheduler's loop at a commit, by the number of changes and modules.",
     "changes": "Memory, commit and staging by the share of elements that an update changes.",
     "sustained": "Tokens per second with an update every two seconds, and memory.",
     "thrown_away": "Tokens that an update throws away, by what it does to running requests.",
@@ -94,6 +95,7 @@ PLAN = (
         "--sizes tiny --rounds 1 --updates 2",
         3600,
     ),
+    Planned("loop_time", "--turns 9", "--turns 3", 900),
     Planned(
         "changes",
         "--sizes 135m,1.5b --changed 1,10,100 --rounds 1 --updates 1",

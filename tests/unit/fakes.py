@@ -242,6 +242,9 @@ class ManualWorker:
     def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
         self._jobs.append(job)
 
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+
     def work(self) -> None:
         jobs, self._jobs = self._jobs, []
         for job in jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.changes import recording
 from sglang_inflight.scheduler.update.changes.encoding import (
@@ -32,7 +34,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.storages import memory_key
 from sglang_inflight.tensor_digest import Digest
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Outgrown, Refused
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +220,7 @@ def test_unwritten_elements_are_counted(data: st.DataObject) -> None:
 
 def test_copies_touch_no_memory_of_the_handle() -> None:
     live = torch.zeros(1 << 20)
-    rank = Rank([live], False, Budget())
+    rank = Rank([live], False, Budget(host=0))
     rank.record([lambda weights: weights[0][:500].copy_(torch.ones(500))])
     assert rank.recording.peak_bytes == 500 * 4
     rank.commit()
@@ -315,19 +317,6 @@ def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:
     assert torch.equal(memory, around[start:end])
 
 
-def test_interrupted_exchange_is_completed_by_the_next() -> None:
-    """Parts on the wanted side are left alone."""
-    live = torch.zeros(3 * PIECE, dtype=torch.int16)
-    new = torch.arange(3 * PIECE, dtype=torch.int16)
-    rank = Rank([live], True, Budget())
-    rank.record([lambda weights: weights[0].copy_(new)])
-    rank.recording.close(check_finite=False)
-    changes = rank.recording.changes()
-    Exchange([(live, changes[0][1][:1])]).make()
-    Exchange(changes).make()
-    assert torch.equal(live, new)
-
-
 def test_weight_written_through_numpy_is_refused() -> None:
     live = torch.zeros(3000)
     rank = Rank([live, torch.zeros(3000)], True, Budget())
@@ -398,6 +387,77 @@ def test_device_without_memory_for_a_comparison_loses_no_change(
     committed = torch.cat(list(rank.recording.as_committed(live)))
     assert are_same(committed, new)
     assert rank.recording.unwritten(live) == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_receipt_reads_no_element() -> None:
+    """A read of the device for each part would hold up the seal, unpaced."""
+    live = torch.zeros(3 * PIECE, dtype=torch.int16)
+    rank = Rank([live], True, Budget())
+    rank.record([lambda weights: weights[0].copy_(torch.arange(3 * PIECE, dtype=torch.int16))])
+    # the whole range of a part is kept, and loses its middle
+    rank.record([lambda weights: weights[0][10:20].copy_(torch.zeros(10))])
+    rank.recording.close(check_finite=False)
+    with Operations() as done:
+        described = rank.recording.describe()
+    assert done.count == 0
+    rank.commit()
+    assert described.changed_elements == int(live.count_nonzero())
+
+
+@pytest.fixture
+def pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep parts of the host where they are: a machine without a device pins no memory."""
+    monkeypatch.setattr(Part, "move_to_host", lambda part: None)
+
+
+@pytest.mark.usefixtures("pins_nothing")
+@pytest.mark.parametrize("changed", [3000, 100])
+def test_pinned_changes_count_as_the_power_of_two_that_they_take(changed: int) -> None:
+    live = torch.zeros(3000)
+    new = live.clone()
+    new[:changed] = 1
+    # values alone, or values and offsets
+    taken = 16384 if changed == 3000 else 512 + 256
+    for host, fits in ((taken - 1, False), (taken, True)):
+        rank = Rank([live], True, Budget(device=0, host=host))
+        with nullcontext() if fits else pytest.raises(Outgrown):
+            rank.record([lambda weights: weights[0].copy_(new)])
+        assert rank.recording.host_bytes == (taken if fits else 0)
+
+
+@pytest.mark.usefixtures("pins_nothing")
+@pytest.mark.parametrize("host", [0, 1 << 40], ids=["weights on the host", "weights on a device"])
+def test_host_memory_taken_by_others_since_the_start_is_not_counted_on(host: int) -> None:
+    left = 100_000
+    live = torch.zeros(3000)
+    budget = Budget(device=0 if host else 1 << 40, host=host, free=lambda: left)
+    rank = Rank([live], True, budget)
+    write = [lambda weights: weights[0].copy_(torch.ones(3000))]
+    rank.record(write)
+    rank.begin()
+    left = 100
+    if host:
+        # torch keeps what the update before has pinned
+        rank.begin()
+        rank.record(write)
+        rank = Rank([live], True, budget)
+    rank.begin()
+    with pytest.raises(Outgrown):
+        rank.record(write)
 
 
 @settings(max_examples=200, deadline=None)

@@ -16,9 +16,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.rate import UNPACED
+from sglang_inflight.scheduler.update.sources import checkpoint_engine
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.vocabulary.errors import Dropped, Refused
 from tests.support.checkpoint_engine import DEVICE, leaves_once_met
+from tests.support.device import Device
 from tests.unit.fakes import name_device_as_trainers_do
 
 CPU = torch.device("cpu")
@@ -99,3 +102,31 @@ def test_last_message_before_trainers_exit_is_read(trainer: Impatient) -> None:
     assert names_of(next(batches)) == ["b"]
     with pytest.raises(Refused, match=LEFT):
         next(batches)
+
+
+def test_refused_trainer_is_answered_after_the_copies_from_its_buffer(
+    trainer: Impatient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer takes a failure for an answer, and fills its buffer again."""
+    device = Device()
+    done: list[frozenset[str] | None] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+    monkeypatch.setattr(
+        zmq.Socket,
+        "send_string",
+        lambda *_: done.append(device.current_stream().synchronized),
+    )
+    monkeypatch.setattr(
+        checkpoint_engine, "AbandonableThread", lambda check, of: AbandonableThread(check)
+    )
+    monkeypatch.setattr(checkpoint_engine, "_rebuild", lambda handle, of: trainer._buffer)
+    source = IPCSource(zmq_handles=trainer.handles)
+    batches: Any = receive_ipc(source, torch.device("cuda"), within_a_minute(), UNPACED)
+    with ThreadPoolExecutor(1) as rank:
+        first = rank.submit(next, batches)
+        trainer.send_handle()
+        trainer.send_listing("a")
+        assert names_of(first.result()) == ["a"]
+    device.launch("copy")
+    batches.close()
+    assert "copy" in (done[0] or ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_resources
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.update import worker
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.scheduler.update.swap import Pairs, PreparedSwap
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.device import Device, Stream
 
@@ -53,8 +53,8 @@ class OnDevice:
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
         pass
 
-    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        self._device.launch(next(self._names))
+    def prepare(self, pairs: Pairs) -> Callable[[], None]:
+        return lambda: self._device.launch(next(self._names))
 
 
 def swap_in(loop: Any) -> LiveWeights:

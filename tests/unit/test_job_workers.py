@@ -21,6 +21,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safet
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
 from sglang_inflight.scheduler.update.worker import InlineWorker, Job, StagingWorker
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.errors import Refused
 from tests.support.device import Device
 
 CPU = torch.device("cpu")
@@ -121,22 +122,77 @@ def test_failed_sglang_request_is_answered(channel: AnswerChannel, wire: Wire) -
     assert wire.came.get(timeout=10).message == r"it failed: \ud800"
 
 
-def test_inline_job_is_answered_after_device_work(
-    monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire
+class OnDevice:
+    """A device for workers: tells which work it had done when an answer was sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire) -> None:
+        self.device = Device()
+        self.done: frozenset[str] | None = None
+        self.fails = False
+        self.send = wire.send
+        monkeypatch.setattr(torch, "get_device_module", lambda of: self.device)
+        monkeypatch.setattr(channel, "_way", SimpleNamespace(send=self._send))
+
+    def synchronize(self) -> None:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.device.current_stream().synchronize()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _send(self, message: BaseReq) -> None:
+        self.done = self.device.current_stream().synchronized
+        self.send(message)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire) -> OnDevice:
+    return OnDevice(monkeypatch, channel, wire)
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["done", "refused"])
+@pytest.mark.parametrize("is_inline", [False, True], ids=["thread", "inline"])
+def test_job_is_answered_after_its_copies(
+    on_device: OnDevice,
+    channel: AnswerChannel,
+    thread: StagingWorker,
+    wire: Wire,
+    *,
+    is_inline: bool,
+    is_refused: bool,
 ) -> None:
-    device = Device()
-    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+    """The trainer frees the memory from which a copy reads when it has the answer."""
 
     def job() -> Done:
-        device.launch("copy")
+        on_device.device.launch("copy")
+        if is_refused:
+            raise Refused("'weight' is not finite")
         return Done()
 
-    def send(message: BaseReq) -> None:
-        assert "copy" in (device.current_stream().synchronized or ())
-        wire.came.put(message)
+    # the stream of a thread is there after its first job
+    thread.stream = on_device
+    inline = InlineWorker(channel, torch.device("cuda"), prepare_to_hold=lambda: None)
+    (inline if is_inline else thread).submit(call("one"), job)
+    answer = wire.came.get(timeout=10)
+    assert (answer.call_id, type(answer)) == ("one", Failed if is_refused else Done)
+    assert "copy" in (on_device.done or ())
 
-    monkeypatch.setattr(channel, "_way", SimpleNamespace(send=send))
-    InlineWorker(channel, torch.device("cuda"), prepare_to_hold=lambda: None).submit(
-        call("one"), job
-    )
-    assert wire.came.get_nowait().call_id == "one"
+
+def test_failed_wait_for_the_device_hides_no_error(
+    on_device: OnDevice, thread: StagingWorker, wire: Wire
+) -> None:
+    on_device.fails = True
+    thread.stream = on_device
+
+    def job() -> Done:
+        raise Refused("'weight' is not finite")
+
+    thread.submit(call("bad"), job)
+    thread.submit(call("next"), Done)
+    first, then = wire.came.get(timeout=10), wire.came.get(timeout=10)
+    assert "'weight' is not finite" in first.message
+    assert "illegal memory access" in then.message

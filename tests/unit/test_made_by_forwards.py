@@ -13,10 +13,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma4_causal import Gemma4Router
 from torch import nn
 
+from sglang_inflight.scheduler.update import made_by_forwards
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.made_by_forwards import MOST_FORWARDS, MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.labels import VersionLabel
+from tests.support.calls import calls_of
 
 CPU = torch.device("cpu")
 
@@ -457,3 +459,76 @@ def test_loading_in_place_makes_no_tensor_of_forwards() -> None:
     assert rank.made.why_not_updated() is None
     rank.commit(PreparedSwap())
     assert layer.product is None
+
+
+class Many(nn.Module):
+    """A model of many layers, of which the first makes a product."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first = SetsAttribute()
+        self.rest = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.first(x)
+        return output
+
+
+def test_reset_takes_as_many_calls_for_any_number_of_modules() -> None:
+    """The loop waits for it, twice for each step of a pinned request."""
+    calls = []
+    for layers in 1, 100:
+        rank = Rank(Many(layers))
+        rank.runner.run(1, 1)
+        assert rank.made.why_not_updated() is None
+        rank.made.reset()
+        without_forward = calls_of(rank.made.reset)
+        rank.runner.run(1, 1)
+        calls.append((without_forward, calls_of(rank.made.reset)))
+        assert not hasattr(rank.model.first, "lazy")
+    assert calls[0] == calls[1]
+
+
+def test_attribute_set_where_a_look_has_been_is_found_at_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The staging thread looks while forwards run, and lets them run between two modules."""
+    first: Any = MarksProduct()
+    rank = Rank(nn.Sequential(first, Layer()))
+    del vars(rank.runner)["forward"]
+    places = []
+
+    def make_way() -> None:
+        places.append(True)
+        if len(places) == 2:
+            # the look has left the first layer
+            first(torch.ones(2))
+
+    monkeypatch.setattr(made_by_forwards, "make_way", make_way)
+    assert rank.made.why_not_updated() is None
+    assert first.is_made
+    rank.made.reset()
+    assert (first.product, first.is_made) == (None, False)
+
+
+def test_attribute_beside_a_reset_one_is_found() -> None:
+    """A commit unsets one attribute, and the next forward sets another one of the module."""
+
+    class SetsOneOfTwo(SetsAttribute):
+        name = "lazy"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            setattr(self, self.name, self.a * self.b)
+            made: torch.Tensor = getattr(self, self.name)
+            return made * x
+
+    layer = SetsOneOfTwo()
+    rank = Rank(layer)
+    del vars(rank.runner)["forward"]
+    rank.runner.run(1, 1)
+    rank.made.reset()
+    SetsOneOfTwo.name = "other"
+    rank.runner.run(1, 1)
+    rank.made.reset()
+    assert not hasattr(layer, "lazy")
+    assert not hasattr(layer, "other")

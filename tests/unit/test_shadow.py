@@ -104,9 +104,8 @@ def load(shadow: Shadow, value: float) -> None:
 
 
 def commit(shadow: Shadow) -> None:
-    swap = swap_for(CPU)
-    for _, live, own in (*shadow.pairs, *shadow.derived_pairs):
-        swap.swap(live, own)
+    pairs = tuple((live, own) for _, live, own in (*shadow.pairs, *shadow.derived_pairs))
+    swap_for(CPU).prepare(pairs)()
 
 
 def set_scale(attention: Attention) -> None:
@@ -306,7 +305,7 @@ def test_weight_with_a_view_is_swapped_by_contents(
     shadows = shadows_of(model, ShadowParameters())
     shadows.build(StagingMode.DEVICE, CPU)
     weight, shadow = model.attention.weight, torch.full((4, 4), 2.0)
-    shadows.swap.swap(weight, shadow)
+    shadows.swap.prepare(((weight, shadow),))()
     assert (set(weight.flatten().tolist()), set(shadow.flatten().tolist())) == ({2}, {1})
     assert set(shown().flatten().tolist()) == {2}
     # the next update begins
@@ -322,7 +321,7 @@ def test_weight_without_views_is_swapped_by_pointer() -> None:
         for live in (model.attention.weight, model.attention.get_buffer("bias")):
             shadow = torch.full(live.shape, 2.0 - attempt)
             pointers = live.data_ptr(), shadow.data_ptr()
-            shadows.swap.swap(live, shadow)
+            shadows.swap.prepare(((live, shadow),))()
             assert (shadow.data_ptr(), live.data_ptr()) == pointers
 
 

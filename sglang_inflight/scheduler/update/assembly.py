@@ -130,6 +130,7 @@ def make_staging(
         streams = functools.partial(streams_of, scheduler)
         rate_limit = paced
         worker = StagingWorker(answers, device, settings.stage_nice, rate_limit, streams)
+    live.free = lambda swap: worker.do(swap.free)
     groups = Groups(settings.group_timeout_s, device)
     budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(

@@ -235,6 +235,7 @@ class CommitAnswers:
 
     def give_due(self, *, wait: bool = False) -> None:
         """Answer finished commits, at each boundary. ``wait``: no step is made now."""
+        self._live.free_given_up()
         while self._waiting:
             call, committed, swap = self._waiting[0]
             if swap is not None:

@@ -144,9 +144,11 @@ class Jobs:
 
         A staged update only reads the live weights. Only a commit writes them, on the scheduler's
         thread, and no commit can come while an update is open. ``after`` is the last commit's event
-        on the device, or None: the shadow is not written before that event. ``proves_again``: see
-        ``ShadowedModel.prove``.
+        on the device, or None: before that event nothing of the shadow is written or freed.
+        ``proves_again``: see ``ShadowedModel.prove``.
         """
+        if after is not None:
+            after.synchronize()
         models = self._select(self._models, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this server")
@@ -172,8 +174,6 @@ class Jobs:
                     again=proves_again,
                 )
         self._shadows.build(self._mode_of(update), self._device)
-        if after is not None:
-            after.synchronize()
         for model in self._models:
             model.begin(is_partial=self._is_partial(update, model))
         if self._mode_of(update) is StagingMode.OFF and self._kv_scales is None:

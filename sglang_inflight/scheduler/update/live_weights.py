@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,10 @@ class LiveWeights:
         self.holds_previous = False
         # None on a CPU
         self.last_swap: DeviceSwap | None = None
+        # swaps that nobody will make again, each with the device's last swap at that time
+        self._given_up: deque[tuple[DeviceSwap | None, PreparedSwap]] = deque()
+        # frees what a swap holds: thousands of tensors, so not on this thread
+        self.free: Callable[[PreparedSwap], None] = PreparedSwap.free
         # of each model
         self.made_by_forwards: Sequence[MadeByForwards] = ()
 
@@ -142,18 +147,44 @@ class LiveWeights:
         self.digest, self.is_named = None, False
 
     def lose_previous(self) -> None:
-        """Give up the previous version: an update is staged over it.
-
-        This frees its changes. The last commit may still exchange them on the device, and the
-        staging thread waits for that commit before it allocates (``Jobs.prepare``).
-        """
+        """Give up the previous version: an update is staged over it."""
         self.holds_previous = False
         if self.previous is not None:
+            self._give_up(self.previous.swap)
             self.previous = replace(self.previous, swap=PreparedSwap())
 
     def forget_previous(self) -> None:
-        """Forget the previous version: its memory is freed."""
-        self.previous, self.holds_previous = None, False
+        """Forget the previous version."""
+        self.lose_previous()
+        self.previous = None
+
+    def _give_up(self, swap: PreparedSwap) -> None:
+        """Free what ``swap`` holds when the device makes it no more.
+
+        An exchange reads and writes its changes when the device gets to it. Torch does not know of
+        that, and gives freed memory to the next user at once. The last swap comes after all earlier
+        ones on the device.
+        """
+        if swap.is_possible:
+            self._given_up.append((self.last_swap, swap))
+            self.free_given_up()
+
+    def free_given_up(self, *, wait: bool = False) -> None:
+        """Have the swaps freed that the device makes no more, at each boundary.
+
+        With ``wait`` all are freed when this method returns.
+        """
+        while self._given_up:
+            last, swap = self._given_up[0]
+            if wait and last is not None:
+                last.wait()
+            elif last is not None and not last.is_done():
+                return
+            del self._given_up[0]
+            if wait:
+                swap.free()
+            else:
+                self.free(swap)
 
     def swap_in(
         self,
@@ -179,11 +210,14 @@ class LiveWeights:
                 self.weights = returns_to.weights
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         self._reset_made()
+        if self.previous is not None and self.previous.swap is not swap:
+            self.lose_previous()
         if self.hollow is None and self.is_named:
             self.previous = Previous(base, before, self.digest, swap, kv_scale)
             self.holds_previous = swap.is_possible
         else:
-            self.forget_previous()
+            self._give_up(swap)
+            self.previous, self.holds_previous = None, False
         if missing:
             self.hollow = f"{missing} elements of them were not sent yet"
             return swapped

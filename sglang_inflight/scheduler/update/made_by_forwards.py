@@ -27,6 +27,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -129,6 +130,8 @@ class MadeByForwards:
         # what to set at a commit, by the tensor's slot
         self._resets: dict[_Key, list[tuple[_Slot, Any]]] = {}
         self._refusals: dict[_Key, str] = {}
+        # resets made so far, to tell a look of the staging thread that one came beside it
+        self._times_reset = 0
         self._note()
 
     def _note(self) -> None:
@@ -136,7 +139,7 @@ class MadeByForwards:
         # by id: held, so that their ids stay unique. A forward may make others
         self._modules = {id(module): module for module in self._model.modules()}
         self._noted = self.attributes()
-        self._remember_sizes()
+        self._sizes = self._measure()
 
     def end_start(self, runner: ModelRunner, *, holds_graphs: bool) -> None:
         """Find what graphs hold, or watch the first forwards. Call when the server has started.
@@ -160,7 +163,7 @@ class MadeByForwards:
             for key, value in self.attributes().values.items():
                 if key not in self._judged:
                     self._noted.values[key] = value
-            self._remember_sizes()
+            self._sizes = self._measure()
 
     def why_not_updated(self) -> str | None:
         """Return why no update may come now, by the name of a tensor, or None."""
@@ -168,21 +171,29 @@ class MadeByForwards:
         return next(iter(self._refusals.values()), None)
 
     def reset(self) -> None:
-        """Unset what forwards made of the weights. Call at a commit, between two steps."""
-        if self._sizes.have_grown():
-            self.look()
+        """Unset what forwards made of the weights. Call at a commit, between two steps.
+
+        Only modules in which a forward has set something are looked at.
+        """
+        sizes = self._sizes
+        self._times_reset += 1
+        if grown := sizes.find_grown():
+            self._look_at(sizes, grown)
         for resets in tuple(self._resets.values()):
             for slot, value in resets:
                 if value is _UNSET:
                     slot.namespace.pop(slot.name, None)
                 else:
                     slot.namespace[slot.name] = type(value)() if _is_container(value) else value
+                sizes.follow(slot.namespace)
 
     def look(self, watched: Watched | None = None, *, in_graphs: bool = False) -> None:
         """Judge each tensor made since the last look; captured graphs hold it if ``in_graphs``."""
+        # a view of a noted tensor shows what the commit exchanges there
+        keys = self.memory_after_loading()
+        # before the walk: a forward may set an attribute where the walk has been
+        sizes, times_reset = self._measure(), self._times_reset
         with self._lock:
-            # a view of a noted tensor shows what the commit exchanges there
-            keys = self.memory_after_loading()
             # a number is plain
             module = None
             for slot, value in self._slots(with_plain=watched is not None):
@@ -196,7 +207,31 @@ class MadeByForwards:
                 self._judge_overwritten(watched.before, watched.origins)
             elif in_graphs:
                 self._judge_overwritten(self._noted, None)
-            self._remember_sizes()
+            # a reset has followed its changes in the sizes that were there
+            if self._times_reset == times_reset:
+                self._sizes = sizes
+
+    def _look_at(self, sizes: _Sizes, grown: Iterable[int]) -> None:
+        """Judge the tensors in the modules whose namespaces have ``grown``."""
+        keys: set[int] | None = None
+        modules = {id(sizes.owners[at][1]): sizes.owners[at] for at in grown}
+        with self._lock:
+            for path, module in modules.values():
+                for slot, value in self._slots_of(path, module, set(), with_plain=False):
+                    if slot.key in self._judged or self._is_as_loaded(slot, value):
+                        continue
+                    # once for each attribute that a forward sets between a seal and its commit
+                    keys = self.memory_after_loading() if keys is None else keys
+                    self._judge(slot, _noted(value, keys), None, in_graphs=False)
+        for at in grown:
+            sizes.follow(sizes.namespaces[at])
+
+    def _is_as_loaded(self, slot: _Slot, value: Any) -> bool:
+        """Return whether ``value`` is a noted weight, or has the tensors that loading made."""
+        if slot.namespace is slot.module._parameters and _join(slot) in self._weights:
+            return True
+        noted = self._noted.get(slot).tensors
+        return all(any(t is known for known in noted) for t in _tensors_within(value))
 
     def _make_way(self) -> None:
         """Let steps run, and looks of the loop: those judge a slot as this one would."""
@@ -269,8 +304,8 @@ class MadeByForwards:
         A module's own mark that a tensor is made must go together with the tensor. Without
         ``all_changes`` only marks count that were False, None or unset.
         """
-        for slot, value in self._slots():
-            if slot.module is not made.module or slot.name == made.name:
+        for slot, value in self._slots_of(made.path, made.module, set()):
+            if slot.name == made.name:
                 continue
             was = before.get(slot)
             if not (_is_plain(value) and was.is_plain) or was.plain == value:
@@ -311,33 +346,34 @@ class MadeByForwards:
         """Yield each attribute with its value, or only the ones that may hold tensors."""
         seen: set[int] = set()
         for path, module in modules_of(self._model):
-            if id(module) not in self._modules:
+            yield from self._slots_of(path, module, seen, with_plain=with_plain)
+
+    def _slots_of(
+        self, path: str, module: nn.Module, seen: set[int], *, with_plain: bool = True
+    ) -> Iterator[tuple[_Slot, Any]]:
+        """Yield the attributes of one module. Namespaces in ``seen`` are another's, too."""
+        if id(module) not in self._modules:
+            return
+        has_weights: bool | None = None
+        for part, namespace in namespaces_of(module):
+            if id(namespace) in seen:
                 continue
-            has_weights: bool | None = None
-            for part, namespace in namespaces_of(module):
-                if id(namespace) in seen:
+            seen.add(id(namespace))
+            where = f"{path}.{part}".strip(".")
+            for name, value in values_in(namespace):
+                if (not with_plain and type(value) in _PLAIN) or id(value) in self._modules:
                     continue
-                seen.add(id(namespace))
-                where = f"{path}.{part}".strip(".")
-                for name, value in values_in(namespace):
-                    if (not with_plain and type(value) in _PLAIN) or id(value) in self._modules:
-                        continue
-                    if has_weights is None:
-                        has_weights = next(module.parameters(), None) is not None
-                    yield _Slot(where, module, namespace, name, has_weights), value
+                if has_weights is None:
+                    has_weights = next(module.parameters(), None) is not None
+                yield _Slot(where, module, namespace, name, has_weights), value
 
     def _weight_keys(self) -> set[int]:
         """Return the memory of the noted weights: a forward may register others."""
         return {memory_key(w) for name, w in weights_of(self._model) if name in self._weights}
 
-    def _remember_sizes(self) -> None:
-        """Remember what shows at little cost that a forward has set an attribute."""
-        namespaces = {
-            id(namespace): namespace
-            for _, module in modules_of(self._model)
-            for _, namespace in namespaces_of(module)
-        }
-        self._sizes = _Sizes(list(namespaces.values()), self._judged)
+    def _measure(self) -> _Sizes:
+        """Return what shows at little cost that a forward has set an attribute."""
+        return _Sizes(self._model, self._judged)
 
 
 class _Sizes:
@@ -346,27 +382,58 @@ class _Sizes:
     Each commit compares them, for thousands of namespaces. So C functions do it in one go.
     """
 
-    def __init__(self, namespaces: list[dict[str, Any]], judged: set[_Key]) -> None:
+    def __init__(self, model: nn.Module, judged: set[_Key]) -> None:
         """Attributes that were ``judged`` may get a value."""
-        self._namespaces = namespaces
-        self._lengths = tuple(map(len, namespaces))
-        empty = [
-            (namespace, name, value)
-            for namespace in namespaces
-            for name, value in values_in(namespace)
-            if _is_empty(value) and (id(namespace), name) not in judged
-        ]
-        self._unset = [(space, name) for space, name, value in empty if value is None]
-        self._holders = [space for space, _ in self._unset]
-        self._names = [name for _, name in self._unset]
-        self._containers = [value for _, _, value in empty if value is not None]
+        self.namespaces: list[dict[str, Any]] = []
+        # path and module of each namespace
+        self.owners: list[tuple[str, nn.Module]] = []
+        seen: set[int] = set()
+        unset: list[tuple[int, str, Any]] = []
+        containers: list[tuple[int, str, Any]] = []
+        for path, module in modules_of(model):
+            for _, namespace in namespaces_of(module):
+                if id(namespace) in seen:
+                    continue
+                seen.add(id(namespace))
+                at = len(self.namespaces)
+                self.namespaces.append(namespace)
+                self.owners.append((path, module))
+                for name, value in values_in(namespace):
+                    if _is_empty(value) and (id(namespace), name) not in judged:
+                        (unset if value is None else containers).append((at, name, value))
+        # most modules have no buffers or no modules: truth costs less than a length
+        self._empty_at = [at for at, found in enumerate(self.namespaces) if not found]
+        self._empty = [self.namespaces[at] for at in self._empty_at]
+        self._filled_at = [at for at, found in enumerate(self.namespaces) if found]
+        self._filled = [self.namespaces[at] for at in self._filled_at]
+        self._lengths = list(map(len, self._filled))
+        self._place = {id(found): place for place, found in enumerate(self._filled)}
+        self._holders = [self.namespaces[at] for at, _, _ in unset]
+        self._names = [name for _, name, _ in unset]
+        self._unset_at = [at for at, _, _ in unset]
+        self._containers = [value for _, _, value in containers]
+        self._containers_at = [at for at, _, _ in containers]
 
-    def have_grown(self) -> bool:
-        return (
-            tuple(map(len, self._namespaces)) != self._lengths
-            or list(map(dict.get, self._holders, self._names)).count(None) != len(self._names)
-            or any(self._containers)
-        )
+    def find_grown(self) -> list[int]:
+        """Return the places of the namespaces with another number of attributes, or new values."""
+        found: set[int] = set()
+        lengths = list(map(len, self._filled))
+        if lengths != self._lengths:
+            found.update(compress(self._filled_at, map(operator.ne, lengths, self._lengths)))
+        if any(self._empty):
+            found.update(compress(self._empty_at, self._empty))
+        values = list(map(dict.get, self._holders, self._names))
+        if values.count(None) != len(values):
+            found.update(at for at, v in zip(self._unset_at, values, strict=True) if v is not None)
+        if any(self._containers):
+            found.update(compress(self._containers_at, self._containers))
+        return sorted(found)
+
+    def follow(self, namespace: dict[str, Any]) -> None:
+        """Take the present number of attributes of a known ``namespace`` for its usual one."""
+        place = self._place.get(id(namespace))
+        if place is not None:
+            self._lengths[place] = len(namespace)
 
 
 class Watch:
@@ -437,6 +504,10 @@ def _attributes(value: object) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor | nn.Module | type):
         return ()
     return tuple(getattr(value, "__dict__", {}).values())
+
+
+def _join(slot: _Slot) -> str:
+    return f"{slot.path}.{slot.name}".strip(".")
 
 
 def _noted(value: Any, weight_keys: set[int]) -> _Value:

@@ -312,11 +312,12 @@ class Staging:
         self._jobs.note_commit()
 
     def forget_shadows(self) -> None:
-        """Free the shadows, and the previous version with them.
+        """Free the shadows, and the previous version with them, after the device's last swap.
 
         Call only while no update is open and the staging thread is idle.
         """
         self._live.forget_previous()
+        self._live.free_given_up(wait=True)
         self._jobs.forget_shadows()
 
     @property

@@ -13,8 +13,9 @@ before the vote, in ``check`` or at the allocation of the spare piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ from torch.autograd.graph import increment_version
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.storages import span_of
 from sglang_inflight.vocabulary.errors import Unproven
+
+Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Live weight and shadow of each whole copy."""
 
 # size of the spare piece of device memory, kept from the first update on
 SPARE_BYTES = 64 << 20
@@ -34,8 +38,11 @@ class Swap(Protocol):
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
         """Raise ``Unproven`` if ``swap`` would fail, or forwards might read both versions."""
 
-    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        """Exchange the contents. Raises nothing for checked tensors."""
+    def prepare(self, pairs: Pairs) -> Callable[[], None]:
+        """Return what exchanges the contents of all ``pairs``. It raises nothing for checked ones.
+
+        Everything that a commit can find ready is made here, on the staging thread.
+        """
 
 
 def swap_for(device: torch.device) -> Swap:
@@ -51,12 +58,50 @@ class PointerSwap:
         # a view may be made at any time, and contents are swapped then
         self._contents.check(name, live, shadow)
 
-    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+    def prepare(self, pairs: Pairs) -> Callable[[], None]:
+        return _Pointers(pairs, self._contents)
+
+
+class _Pointers:
+    """Exchanges the pointers of pairs, by few calls of C functions for all of them.
+
+    Python takes a microsecond for each tensor, and a model has thousands. A tensor of its own
+    holds each memory, because ``Tensor.data`` would make one at each exchange.
+    """
+
+    def __init__(self, pairs: Pairs, contents: ContentSwap) -> None:
+        self._pairs = pairs
+        self._contents = contents
+        live, shadows = [live for live, _ in pairs], [shadow for _, shadow in pairs]
+        self._tensors = live + shadows
+        # in the order of ``_tensors``: what they have now, and what they get
+        self._has = [tensor.data for tensor in self._tensors]
+        self._gets = self._has[len(live) :] + self._has[: len(live)]
+        self._storages = [tensor.untyped_storage() for tensor in self._has]
+        self._keys = [storage._cdata for storage in self._storages]
+
+    def __call__(self) -> None:
+        live = len(self._pairs)
+        users = list(map(torch._C._storage_Use_Count, self._keys[:live]))
         # between two steps no kernel has views of its own
-        if _count_users(live) > _ALONE:
-            self._contents.swap(live, shadow)
-        else:
-            live.data, shadow.data = shadow.data, live.data
+        if users.count(_ALONE) == live:
+            deque(map(_set_data, self._tensors, self._gets), maxlen=0)
+            self._has, self._gets = self._gets, self._has
+            self._keys = self._keys[live:] + self._keys[:live]
+            return
+        for at, count in enumerate(users):
+            if count > _ALONE:
+                self._contents.swap(*self._pairs[at])
+            else:
+                self._exchange(at)
+
+    def _exchange(self, at: int) -> None:
+        """Exchange the pointers of one pair."""
+        for place, other in ((at, at + len(self._pairs)), (at + len(self._pairs), at)):
+            _set_data(self._tensors[place], self._has[other])
+        for kept in (self._has, self._gets, self._keys):
+            other = at + len(self._pairs)
+            kept[at], kept[other] = kept[other], kept[at]
 
 
 class ContentSwap:
@@ -73,7 +118,15 @@ class ContentSwap:
                 f"strides {live.stride()})"
             )
 
+    def prepare(self, pairs: Pairs) -> Callable[[], None]:
+        def swap_all() -> None:
+            for live, shadow in pairs:
+                self.swap(live, shadow)
+
+        return swap_all
+
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Exchange the contents of one pair. Raises nothing for a checked one."""
         size = len(self._spare)
         for a, b in zip(_pieces(live, size), _pieces(shadow, size), strict=True):
             # the stream keeps the order, also after the previous piece's copies
@@ -116,22 +169,33 @@ class PreparedSwap:
     """
 
     how: Swap | None = None
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    pairs: Pairs = ()
     changes: Exchange | None = None
     numbers: tuple[NumberSwap, ...] = ()
+    _exchange: Callable[[], None] = field(init=False, repr=False)
+    _nbytes: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.how is not None:
+            object.__setattr__(self, "_exchange", self.how.prepare(self.pairs))
+            nbytes = sum(live.nbytes for live, _ in self.pairs)
+            object.__setattr__(self, "_nbytes", nbytes)
 
     @property
     def is_possible(self) -> bool:
         return self.how is not None
 
+    def free(self) -> None:
+        """Let go of the changes: nobody makes this swap again, and no device is making it."""
+        if self.changes is not None:
+            self.changes.free()
+
     def make(self) -> int:
         """Exchange everything, and return the bytes exchanged."""
         if self.how is None:
             return 0
-        swapped = 0
-        for live, shadow in self.pairs:
-            self.how.swap(live, shadow)
-            swapped += live.nbytes
+        self._exchange()
+        swapped = self._nbytes
         if self.changes is not None:
             swapped += self.changes.make()
         for number in self.numbers:
@@ -146,9 +210,13 @@ def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         yield memory[start : start + size]
 
 
-def _count_users(tensor: torch.Tensor) -> int:
-    """Return the number of references to the tensor's storage, this call's included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _count_users_of_lone_memory() -> int:
+    """Return how many references ``_Pointers`` finds to memory that a weight has for itself."""
+    weight = torch.empty(1)
+    memory = weight.data
+    storage = memory.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
-_ALONE = _count_users(torch.empty(1))
+_ALONE = _count_users_of_lone_memory()
+_set_data = vars(torch._C.TensorBase)["data"].__set__

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,11 +30,15 @@ class Worker(Protocol):
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         """Do ``job`` after all earlier jobs, then answer ``call`` with its result."""
 
+    def do(self, job: Callable[[], None]) -> None:
+        """Do ``job`` after all earlier jobs. Nobody waits for it."""
+
 
 class InlineWorker:
     """Does each job at once, on the caller's thread: for the mode without a shadow.
 
-    A job is answered when the device has done it: then the caller's buffers are free.
+    A job is answered when the device has done it, with its error too: then the caller's buffers are
+    free.
     """
 
     # jobs use the loop's own stream
@@ -50,16 +54,20 @@ class InlineWorker:
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         # no forward may read weights while the job writes them
         self._prepare_to_hold()
+        stream = None
+        if self._device.type != "cpu":
+            stream = torch.get_device_module(self._device).current_stream()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), finished_on(stream):
                 answer = job()
-            if self._device.type != "cpu":
-                torch.get_device_module(self._device).current_stream().synchronize()
         # a custom loader may call ``sys.exit``, here on the scheduler's own thread
         except (Exception, SystemExit) as error:
             self._answers.fail(call, error)
         else:
             self._answers.succeed(call, answer)
+
+    def do(self, job: Callable[[], None]) -> None:
+        job()
 
 
 class StagingWorker:
@@ -68,7 +76,7 @@ class StagingWorker:
     The scheduler's thread only queues jobs. A job that raises is answered with its error, and the
     thread goes on. No exception of a job or of an answer ends the thread, not even a custom
     loader's ``sys.exit``. On CUDA the thread works on a stream of its own. A job is answered when
-    that stream has finished: then the caller's buffers are free.
+    that stream has finished, with its error too: then the caller's buffers are free.
     """
 
     def __init__(
@@ -89,11 +97,16 @@ class StagingWorker:
         self.streams_in_use = streams_in_use
         # made by the thread; the loop may enqueue work on it
         self.stream: Any = None
-        self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[InflightCall[Any] | None, Job[Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         self._jobs.put((call, job))
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.put((None, job))
 
     def _run(self) -> None:
         if self._device.type != "cpu":
@@ -104,7 +117,10 @@ class StagingWorker:
         while True:
             call, job = self._jobs.get()
             try:
-                self._answer(call, job)
+                if call is None:
+                    self._do(job)
+                else:
+                    self._answer(call, job)
             except BaseException:
                 # the front end takes this rank for silent in this call; the next job is answered
                 logger.exception("%s could not be answered", type(call).__name__)
@@ -123,11 +139,36 @@ class StagingWorker:
         if self._device.type != "cpu" and self.stream is None:
             # not earlier: the loop may replace its own streams when it begins
             self.stream = own_stream(self._device, self.streams_in_use())
-        with torch.no_grad(), self.stream or nullcontext():
-            answer = job()
-        if self.stream is not None:
-            self.stream.synchronize()
-        return answer
+        with torch.no_grad(), self.stream or nullcontext(), finished_on(self.stream):
+            return job()
+
+
+@contextmanager
+def finished_on(stream: Any) -> Iterator[None]:
+    """Wait at the block's end until ``stream`` has done the block's work; None is no device.
+
+    The block reads memory of another process. That process frees the memory when it is told that
+    the block has ended, or has failed.
+    """
+    try:
+        yield
+    except BaseException:
+        finish(stream)
+        raise
+    if stream is not None:
+        stream.synchronize()
+
+
+def finish(stream: Any) -> None:
+    """Wait for the work on ``stream`` after an error, which a failure of this wait does not hide.
+
+    A device that has failed fails every wait, and reads nothing any more.
+    """
+    if stream is not None:
+        try:
+            stream.synchronize()
+        except Exception:
+            logger.exception("The device did not finish the work of a failed job.")
 
 
 def streams_of(scheduler: Scheduler) -> list[Any]:

@@ -10,6 +10,8 @@ the whole range are kept instead (half of them in bfloat16).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,7 @@ BLOCK = 1 << 16
 PIECE = 16 * BLOCK
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_OFFSET_BYTES = 2
+OFFSET_BYTES = 2
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,29 +36,34 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return tensor.element_size() in _BITS
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
     """Changed elements in a range of a weight's memory.
 
     ``start``, ``length``: the range, in elements; at most ``PIECE``. ``values``: integers of the
     element's width. ``offsets``: uint16, the position of each value in its block, counted from
-    ``start``, in ascending order; None if ``values`` has the whole range. ``counts``: how many
-    values each block has.
+    ``start``, in ascending order; None if ``values`` has the whole range. ``counts``: int64, how
+    many values each block has; None as well. ``changed``: how many of the values differ from what
+    is served while the update is staged.
 
-    An exchange writes ``values`` and nothing else. ``is_live`` says whose side they are on: True
-    while the weight holds the change, and ``values`` what was there before.
+    An exchange writes ``values`` and nothing else.
     """
 
     start: int
     length: int
     values: torch.Tensor
     offsets: torch.Tensor | None = None
-    counts: tuple[int, ...] = ()
-    is_live: bool = False
+    counts: np.ndarray | None = None
+    changed: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    @property
+    def block_counts(self) -> np.ndarray:
+        """How many values each block has, int64."""
+        return _full_blocks(self.length) if self.counts is None else self.counts
 
     def overlaps(self, start: int, end: int) -> bool:
         """Return whether its range and that from ``start`` to ``end`` have an element in common."""
@@ -82,12 +89,17 @@ class Part:
         return at
 
 
+Changes = Sequence[tuple[torch.Tensor, list[Part]]]
+"""Each changed weight with its parts. No element is in two parts."""
+
+
 def write_positions(part: Part, at: torch.Tensor) -> None:
     """Write the positions of ``part``, which has offsets, into ``at`` (int64), without memory."""
     assert part.offsets is not None
+    assert part.counts is not None
     at.copy_(part.offsets)
     begin = 0
-    for block, count in enumerate(part.counts):
+    for block, count in enumerate(part.counts.tolist()):
         if block and count:
             at[begin : begin + count].add_(block * BLOCK)
         begin += count
@@ -96,9 +108,15 @@ def write_positions(part: Part, at: torch.Tensor) -> None:
 def encode(start: int, length: int, at: torch.Tensor, values: torch.Tensor) -> Part:
     """Return the part with ``values`` at the ascending int64 positions ``at``."""
     blocks = -(-length // BLOCK)
-    counts = torch.bincount(at >> 16, minlength=blocks).tolist()
+    counts = torch.bincount(at >> 16, minlength=blocks).cpu().numpy()
     offsets = (at & (BLOCK - 1)).to(torch.uint16)
-    return Part(start, length, values, offsets, tuple(counts))
+    return Part(start, length, values, offsets, counts, len(values))
+
+
+@functools.lru_cache(maxsize=64)
+def _full_blocks(length: int) -> np.ndarray:
+    """Return the sizes of the blocks of a whole range, int64."""
+    return np.minimum(BLOCK, length - np.arange(0, length, BLOCK))
 
 
 def find_changes(
@@ -119,8 +137,8 @@ def find_changes(
     width = new.element_size()
     # the values of a whole range would make the rest of it look written
     is_whole = written is None or bool(written.all())
-    if is_whole and len(at) * (width + _OFFSET_BYTES) >= len(new) * width:
-        return Part(start, len(new), new.clone())
+    if is_whole and len(at) * (width + OFFSET_BYTES) >= len(new) * width:
+        return Part(start, len(new), new.clone(), changed=len(at))
     return encode(start, len(new), at, new[at])
 
 

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from sglang_inflight.scheduler.memory.host import available_to_this_rank
+from sglang_inflight.scheduler.memory.host import available_to_this_rank, pinned_bytes
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
+    Changes,
     Part,
     bits_of,
     count_changes,
@@ -53,7 +54,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
     marks_in,
     stray_refusal,
 )
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, make_way
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
@@ -62,6 +63,7 @@ _WHY_ON_HOST = (
     "the changes outgrew SGLANG_INFLIGHT_CHANGES_BYTES, or the device had no memory for them"
 )
 _Found = TypeVar("_Found")
+_UNLIMITED = 1 << 62
 
 
 @dataclass
@@ -84,8 +86,11 @@ class Budget(NamedTuple):
     """Bytes that a recording may take: for open windows, and for changes on device and host."""
 
     windows: int = 64 << 20
-    device: int = 1 << 62
-    host: int = 1 << 62
+    device: int = _UNLIMITED
+    # 0 if the weights are on the host, too
+    host: int = _UNLIMITED
+    # returns how many bytes of the host's memory are free for this rank; None for fixed numbers
+    free: Callable[[], int] | None = None
 
     @classmethod
     def of(cls, nbytes: int, device: torch.device, changes: int | None, windows: int) -> Budget:
@@ -93,19 +98,29 @@ class Budget(NamedTuple):
 
         ``changes``: bytes on the device, or None for a tenth of the weights.
         """
-        on_device = nbytes // 10 if changes is None else changes
-        on_host = available_to_this_rank()
-        if device.type == "cpu":
-            on_device = on_host if changes is None else min(changes, on_host)
-            on_host = 0
-        return cls(windows, on_device, on_host)
+        is_host = device.type == "cpu"
+        if changes is None:
+            changes = _UNLIMITED if is_host else nbytes // 10
+        return cls(windows, changes, 0 if is_host else _UNLIMITED, available_to_this_rank)
+
+    def now(self, pinned: int) -> Budget:
+        """Return the budget of an update that begins now, by the memory that is free now.
+
+        ``pinned``: bytes in use by earlier updates at most, which torch keeps pinned and gives out
+        again.
+        """
+        if self.free is None:
+            return self
+        if not self.host:
+            return self._replace(device=min(self.device, self.free()))
+        return self._replace(host=min(self.host, self.free() + pinned))
 
 
 class Recording:
     """The changes of the open update of one rank. The staging thread owns it until the seal."""
 
     def __init__(self, budget: Budget, rate_limit: RateLimit) -> None:
-        self._budget = budget
+        self._asked = self._budget = budget
         self._rate_limit = rate_limit
         # each weight with its handle, by the handle's memory
         self._handles: dict[int, tuple[torch.Tensor, Handle]] = {}
@@ -121,6 +136,10 @@ class Recording:
         # bytes of the changes on the device, and in the host's memory
         self.nbytes = self.host_bytes = 0
         self.peak_bytes = 0
+        # elements that differ from the served ones
+        self._changed = 0
+        # the most bytes of an update in the host's memory
+        self._most_pinned = 0
 
     def handle_for(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the tensor that a loader addresses in place of ``weight``."""
@@ -133,10 +152,14 @@ class Recording:
         for weight in self._windows.values():
             weight.handle.release()
         self._windows.clear()
-        self._weights.clear()
         self._by_memory.clear()
+        # one weight at a time: a step waits for the interpreter while torch frees parts
+        while self._weights:
+            self._weights.popitem()
+            make_way()
         self._reads_served = self._looks_on_host = False
-        self.nbytes = self.host_bytes = self.peak_bytes = 0
+        self.nbytes = self.host_bytes = self.peak_bytes = self._changed = 0
+        self._budget = self._asked.now(self._most_pinned)
 
     def add(self, name: str, memory: int, *, keeps: bool) -> None:
         """Record the update's writes to the handle at ``memory`` (``memory_key``).
@@ -251,21 +274,18 @@ class Recording:
         if not len(weight.written):
             weight.written.add(0, live.numel())
 
-    def changes(self) -> list[tuple[torch.Tensor, list[Part]]]:
+    def changes(self) -> Changes:
         """Return each changed weight with its parts, for the commit."""
         return [(w.live, w.parts) for w in self._weights.values() if w.parts]
 
     def describe(self) -> StagedChanges:
         """Return this rank's part of the receipt."""
-        changed = sum(
-            count_changes(part, w.live) for w in self._weights.values() for part in w.parts
-        )
         elements = sum(weight.live.numel() for weight in self._weights.values())
         return StagedChanges(
             form="changes on host" if self.host_bytes else "changes",
             why=_WHY_ON_HOST if self.host_bytes else None,
-            changed_elements=changed,
-            changed_fraction=changed / max(1, elements),
+            changed_elements=self._changed,
+            changed_fraction=self._changed / max(1, elements),
             staging_bytes_peak=self.peak_bytes,
         )
 
@@ -351,7 +371,7 @@ class Recording:
         weight.parts.append(part)
 
     def _move_to_host(self, part: Part) -> None:
-        if self.host_bytes + part.nbytes > self._budget.host:
+        if self.host_bytes + _pinned(part) > self._budget.host:
             raise Outgrown(
                 f"the update changes more than {self._budget.device >> 20} MiB "
                 f"(SGLANG_INFLIGHT_CHANGES_BYTES) and {self._budget.host >> 20} MiB of the host's "
@@ -361,9 +381,11 @@ class Recording:
 
     def _count(self, part: Part, sign: int) -> None:
         if part.values.device.type == "cpu" and self._budget.host:
-            self.host_bytes += sign * part.nbytes
+            self.host_bytes += sign * _pinned(part)
+            self._most_pinned = max(self._most_pinned, self.host_bytes)
         else:
             self.nbytes += sign * part.nbytes
+        self._changed += sign * part.changed
 
     def _forget_range(self, weight: _Weight, start: int, end: int) -> None:
         if not self._has_changes(weight, start, end):
@@ -374,6 +396,7 @@ class Recording:
                 rest = without_range(part, start, end)
                 self._count(part, -1)
                 for one in rest:
+                    one.changed = count_changes(one, weight.live)
                     self._count(one, 1)
                 kept += rest
             else:
@@ -442,6 +465,11 @@ class Recording:
 
     def _open_bytes(self) -> int:
         return sum(weight.live.nbytes for weight in self._windows.values())
+
+
+def _pinned(part: Part) -> int:
+    """Return what ``part`` takes of the host's memory when it is pinned."""
+    return pinned_bytes(part.values) + (0 if part.offsets is None else pinned_bytes(part.offsets))
 
 
 def _without_nan(

@@ -24,6 +24,7 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
+from sglang_inflight.scheduler.update.worker import finish
 from sglang_inflight.vocabulary.errors import Refused, describe
 
 POLL_MS = 100
@@ -86,8 +87,13 @@ class _Trainer:
             torch.get_device_module(device).current_stream().synchronize()
         self._socket.send(b"")
 
-    def send_failure(self) -> None:
-        """Answer a waiting trainer with text: it reads text as an error. It may be gone."""
+    def send_failure(self, device: torch.device) -> None:
+        """Answer a waiting trainer with text: it reads text as an error. It may be gone.
+
+        The trainer may then write to its buffer, so the copies from there come first.
+        """
+        if device.type != "cpu":
+            finish(torch.get_device_module(device).current_stream())
         with suppress(zmq.ZMQError):
             self._socket.send_string("the update was refused", zmq.NOBLOCK)
 
@@ -123,7 +129,7 @@ def _converse(trainer: _Trainer, device: torch.device, rate_limit: RateLimit) ->
         trainer.acknowledge(device)
     finally:
         if not finished:
-            trainer.send_failure()
+            trainer.send_failure(device)
 
 
 def _device_key(device: torch.device) -> str:
