@@ -35,7 +35,7 @@ def test_request_of_an_unloaded_adapter_is_refused(
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     scheduler: Any = SimpleNamespace(tp_worker=worker)
     nothing: Any = None
-    adapters = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing)
+    adapters = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, nothing)
     req: Any = Req(asked)
     adapters.admit(req)
     assert req.lora_id == runs_with
