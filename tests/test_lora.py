@@ -927,6 +927,9 @@ def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path
     model = lora.build_model(tmp_path / "model")
     answers = run_script("tests.support.engine_adapters", model, tmp_path)
     assert answers["refused"] == [False, True]
+    of_tensor, of_alpha = answers["faults"]
+    assert "o_proj.lora_A.weight' holds NaN or infinity" in of_tensor
+    assert "lora_alpha=nan" in of_alpha
     for way in ("move", "async"):
         output = answers[way]
         told = lora.spans_by_tokens(output["tokens"], "policy", {0: "a", 1: "b", 2: "c"})

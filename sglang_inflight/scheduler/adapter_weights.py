@@ -252,10 +252,11 @@ class _Slots:
         taken = self._modules_in(layer)
         experts = next((each for each in taken if module.startswith(f"{each}.")), None)
         if module not in taken and experts is None:
+            both = ", and experts need gate_up_proj and down_proj" if "experts" in module else ""
             raise Refused(
-                f"tensor {self.sent(name)} reaches no weight: in layer {layer} nothing named "
-                f"{module!r} has adapters (--lora-target-modules {' '.join(sorted(self._targets))}"
-                "; experts need gate_up_proj and down_proj)"
+                f"tensor {self.sent(name)} reaches no weight: nothing named {module!r} has "
+                f"adapters in layer {layer}. --lora-target-modules has "
+                f"{list_names(sorted(self._targets))}{both}"
             )
         if experts is not None:
             number = module[len(experts) + 1 :].partition(".")[0]
