@@ -34,8 +34,9 @@ if TYPE_CHECKING:
         config: PatchedLoRAConfig
 
 
-# every dtype that a model is served in holds it
-LARGEST_SCALING = torch.finfo(torch.float16).max
+# No adapter's strength is near float16's largest number. Activations beyond it soon overflow, and
+# NaN in the logits ends the scheduler.
+LARGEST = torch.finfo(torch.float16).max
 _FILES = (".json", ".safetensors", ".bin", ".pt")
 # how an adapter was trained, initialized or found; none changes what its tensors compute
 _OF_TRAINING = frozenset(
@@ -122,8 +123,8 @@ def refuse_fields(config: dict[str, Any]) -> None:
         raise _refused(config, "lora_alpha", "it is no finite number")
     if config.get("use_rslora") not in (None, True, False):
         raise _refused(config, "use_rslora", "it is neither true nor false")
-    if not abs(scaling_of(config)) <= LARGEST_SCALING:
-        raise _refused(config, "lora_alpha", f"it scales beyond {LARGEST_SCALING:g}")
+    if not abs(scaling_of(config)) <= LARGEST:
+        raise _refused(config, "lora_alpha", f"it scales beyond {LARGEST:g}")
     targets = config["target_modules"]
     if not isinstance(targets, str) and not _are_all(targets, str):
         raise _refused(config, "target_modules", "it lists no modules")

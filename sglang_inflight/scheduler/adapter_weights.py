@@ -24,7 +24,7 @@ import torch
 from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.utils import get_normalized_target_modules, get_target_module_name
 
-from sglang_inflight.scheduler.adapter_config import excludes, files_in, layers_of
+from sglang_inflight.scheduler.adapter_config import LARGEST, excludes, files_in, layers_of
 from sglang_inflight.sglang_types import get_model, get_parallel
 from sglang_inflight.tensor_digest import digest_of_all, digests
 from sglang_inflight.vocabulary.errors import Refused, list_names, shorten
@@ -161,9 +161,10 @@ class _Slot(NamedTuple):
 class _Slots:
     """The modules that an adapter's tensors reach.
 
-    SGLang's model names a module as the checkpoint does, but for merged ones. SGLang has merged
-    the adapter's tensors alike. Checked here are the place in a layer, and that the layer is of
-    the language model. A tower's layers have the same numbers.
+    SGLang's model names a module as the checkpoint does, but for merged ones, and a level that
+    some models leave out or add. SGLang has merged the adapter's tensors alike. Checked here are
+    the place in a layer, and that the layer is of the language model. A tower's layers have the
+    same numbers.
     """
 
     def __init__(self, manager: LoRAManager, adapter: LoRAAdapter) -> None:
@@ -242,37 +243,47 @@ class _Slots:
                 f"tensor {self.sent(name)} reaches no weight: it is not of the language model"
             )
         module = _in_layer(path)
-        target = self._target_of(layer, name, module)
-        if "all" not in self._normalized and target not in self._normalized:
-            raise Refused(f"tensor {self.sent(name)}: target_modules does not name its module")
-        self._put((layer, module), part, name, tensor)
-
-    def _target_of(self, layer: int, name: str, module: str) -> str:
-        """Return the target whose buffer SGLang takes for ``module``, a path in the layer."""
-        taken = self._modules_in(layer)
-        experts = next((each for each in taken if module.startswith(f"{each}.")), None)
-        if module not in taken and experts is None:
-            both = ", and experts need gate_up_proj and down_proj" if "experts" in module else ""
-            raise Refused(
-                f"tensor {self.sent(name)} reaches no weight: nothing named {module!r} has "
-                f"adapters in layer {layer}. --lora-target-modules has "
-                f"{list_names(sorted(self._targets))}{both}"
-            )
-        if experts is not None:
-            number = module[len(experts) + 1 :].partition(".")[0]
-            count = self._manager.memory_pool._get_num_experts(self._manager.base_model)
-            if number.isdigit() and int(number) >= count:
-                raise Refused(f"tensor {self.sent(name)}: the layer has {count} experts")
+        served, expert = self._find(layer, name, module)
         try:
             target = get_target_module_name(name, self._targets)
         except ValueError as error:
             raise Refused(f"tensor {self.sent(name)} reaches no weight: {error}") from error
-        sharing = [each for each, of in taken.items() if of == target]
-        if experts is None and len(sharing) > 1:
+        if "all" not in self._normalized and target not in self._normalized:
+            raise Refused(f"tensor {self.sent(name)}: target_modules does not name its module")
+        sharing = [each for each, of in self._modules_in(layer).items() if of == target]
+        if not expert and len(sharing) > 1:
             raise Refused(
                 f"tensor {self.sent(name)}: SGLang has one adapter for {list_names(sharing)}"
             )
-        return target
+        self._put((layer, f"{served}.{expert}"), part, name, tensor)
+
+    def _find(self, layer: int, name: str, module: str) -> tuple[str, str]:
+        """Return the served module that ``module`` means, both paths in the layer.
+
+        For experts also return the rest of the path: the expert's number, if any, and its part.
+        """
+        taken, parts = self._modules_in(layer), module.split(".")
+        for served, target in taken.items():
+            end = served.rpartition(".")[2]
+            if end not in parts or (target is not None and parts[-1] != end):
+                continue
+            # of a path of experts, the part that names all experts
+            count = len(parts) if target is not None else parts.index(end) + 1
+            if _has_in_order(parts[:count], served) or _has_in_order(served.split("."), module):
+                expert = parts[count:]
+                self._refuse_absent_expert(name, expert)
+                return served, ".".join(expert)
+        both = ", and experts need gate_up_proj and down_proj" if "experts" in module else ""
+        raise Refused(
+            f"tensor {self.sent(name)} reaches no weight: nothing named {module!r} has "
+            f"adapters in layer {layer}. --lora-target-modules has "
+            f"{list_names(sorted(self._targets))}{both}"
+        )
+
+    def _refuse_absent_expert(self, name: str, expert: list[str]) -> None:
+        count = self._manager.memory_pool._get_num_experts(self._manager.base_model)
+        if expert and expert[0].isdigit() and int(expert[0]) >= count:
+            raise Refused(f"tensor {self.sent(name)}: the layer has {count} experts")
 
     def _modules_in(self, layer: int) -> dict[str, str | None]:
         """Return the targets of the layer's modules that take adapters; None of experts."""
@@ -316,27 +327,33 @@ class _Slots:
         slot.names[part], slot.tensors[part] = name, tensor
 
     def refuse_not_finite(self, slot: _Slot) -> None:
-        """Raise ``Refused`` for a value, or a product, that the buffers' dtype does not hold."""
+        """Raise ``Refused`` for values too large, or that the buffers' dtype does not hold.
+
+        ``lora_A`` alone counts, because it makes activations, and so does the product.
+        """
         dtype, config = self._manager.dtype, self._adapter.config
-        largest = abs(self._adapter.scaling) * config.r
-        for part, tensor in slot.tensors.items():
+        product = abs(self._adapter.scaling) * config.r
+        for part, tensor in sorted(slot.tensors.items()):
             if not tensor.numel():
                 continue
             # torch finds no extremes of one byte
             extremes = torch.stack(
                 torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
             )
+            named = f"tensor {self.sent(slot.names[part])}"
+            if not extremes.isfinite().all():
+                raise Refused(f"{named} holds NaN or infinity")
             if not extremes.to(dtype).isfinite().all():
-                what = f"values that {dtype} does not hold"
-                if not extremes.isfinite().all():
-                    what = "NaN or infinity"
-                raise Refused(f"tensor {self.sent(slot.names[part])} holds {what}")
-            largest *= float(extremes.double().abs().max())
-        if not largest <= torch.finfo(dtype).max:
-            raise Refused(
-                f"tensor {self.sent(slot.names['B'])}, its lora_A and lora_alpha "
-                f"{config.lora_alpha:g} have a product that {dtype} does not hold"
-            )
+                raise Refused(f"{named} holds values that {dtype} does not hold")
+            largest = float(extremes.double().abs().max())
+            product *= largest
+            if part == "A" and largest > LARGEST:
+                raise Refused(f"{named} holds values beyond {LARGEST:g}")
+            if part == "B" and product > LARGEST:
+                raise Refused(
+                    f"{named} makes a product beyond {LARGEST:g}, with its lora_A and lora_alpha "
+                    f"{config.lora_alpha:g}"
+                )
 
 
 def _path_of(name: str) -> tuple[str, str]:
@@ -344,6 +361,12 @@ def _path_of(name: str) -> tuple[str, str]:
     part = _PART.search(name)
     assert part is not None, name
     return name[: part.start()], part[1]
+
+
+def _has_in_order(parts: list[str], path: str) -> bool:
+    """Return whether ``path`` has all ``parts``: models leave out a level, or add one."""
+    there = iter(path.split("."))
+    return all(part in there for part in parts)
 
 
 def _before_layer(path: str) -> str:

@@ -75,6 +75,25 @@ def test_tensors_of_adapted_modules_have_their_slots() -> None:
     assert [sorted(slot.names) for slot in slots] == [["A", "B"]] * 4
 
 
+@pytest.mark.parametrize(
+    ("served", "sent"),
+    [
+        ("o_proj", "self_attn.o_proj"),
+        ("moe.experts", "experts.0.down_proj"),
+        ("mlp.experts", "mlp.experts.down_proj"),
+    ],
+)
+def test_model_may_leave_out_a_level_or_add_one(served: str, sent: str) -> None:
+    """Qwen3.5 has no ``self_attn``, and Gemma 4 has its experts in a module of their own."""
+    manager = manager_of(targets=ALL)
+    module = _Experts() if "experts" in served else nn.Linear(2, 2)
+    manager.lora_modules[0][f"model.layers.0.{served}"] = module
+    assert len([*_Slots(manager, adapter_of(f"{LAYER}.{sent}"))]) == 1
+    sent = sent.replace("self_attn.o_proj", "o_prj").replace("experts", "shared_experts")
+    with pytest.raises(Refused, match="reaches no weight"):
+        _Slots(manager, adapter_of(f"{LAYER}.{sent}"))
+
+
 @pytest.mark.parametrize("half", ["gate_up_proj", "down_proj"])
 def test_tensor_of_experts_without_adapters_is_refused(half: str) -> None:
     """SGLang gives experts adapters only if both halves are targets."""
@@ -99,6 +118,9 @@ def test_merged_tensor_is_named_as_it_was_sent() -> None:
         ((f"{EXPERT}.{EXPERTS}.down_proj",), {}, "has 4 experts"),
         ((f"{LAYER}.self_attn.qkv_proj",), {}, "nothing named"),
         ((O_PROJ, "layers.0.self_attn.o_proj"), {}, "reach one weight"),
+        ((O_PROJ, f"{LAYER}.o_proj"), {}, "reach one weight"),
+        ((f"{LAYER}.self_atn.o_proj",), {}, "nothing named"),
+        ((f"{LAYER}.mlp.o_proj",), {}, "nothing named"),
         (("model.encoder.layers.0.self_attn.o_proj",), {}, "not of the language model"),
         ((O_PROJ,), {"layers_to_transform": [1]}, "layers_to_transform"),
         ((O_PROJ,), {"exclude_modules": ["o_proj"]}, "exclude_modules"),
@@ -155,3 +177,28 @@ def test_copy_of_the_bases_embeddings_is_left_out() -> None:
 
 def _keep(adapter: Any, name: str, tensor: torch.Tensor) -> None:
     adapter.embedding_layers[name] = tensor
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("A", float("nan"), "lora_A.* holds NaN"),
+        ("B", float("-inf"), "lora_B.* holds NaN or infinity"),
+        ("B", 3.4e38, r"lora_B.* that torch\.bfloat16 does not hold"),
+        ("A", 1e30, "lora_A.* beyond 65504"),
+        ("B", 4e4, "lora_B.* product beyond 65504"),
+        ("B", 3e4, None),
+        ("B", 0.0, None),
+    ],
+)
+def test_values_that_overflow_are_refused(part: str, value: float, why: str | None) -> None:
+    adapter = adapter_of(O_PROJ)
+    adapter.scaling, adapter.config.r, adapter.config.lora_alpha = 0.5, 4, 2
+    adapter.layers[0].weights[f"{O_PROJ}.lora_{part}.weight"][0, 1] = value
+    slots = _Slots(manager_of(*BOTH, targets=ALL), adapter)
+    (slot,) = slots
+    if why is None:
+        slots.refuse_not_finite(slot)
+    else:
+        with pytest.raises(Refused, match=why):
+            slots.refuse_not_finite(slot)
