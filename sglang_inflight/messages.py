@@ -292,6 +292,11 @@ class RequestsMoved(RankAnswer, kw_only=True):
     retracted: int
 
 
+class AdapterChecked(RankAnswer, kw_only=True):
+    # of the adapter's configuration and tensors, if the call asks for it
+    digest: str | None
+
+
 class TransferGivenUp(RankAnswer, kw_only=True):
     # the group has lost step with its trainer, and must be formed anew
     broken: bool
@@ -318,6 +323,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Written,
     Moved,
     RequestsMoved,
+    AdapterChecked,
     TransferGivenUp,
     Described,
 )
@@ -578,6 +584,15 @@ class ForgetEmbeddingsCall(Call, kw_only=True):
     answer = Done
 
 
+class CheckAdapterCall(Call, kw_only=True):
+    """Check an adapter right after its load, before a request knows it."""
+
+    answer = AdapterChecked
+
+    lora_id: str
+    asks_digest: bool
+
+
 class NameAdaptersCall(Call, kw_only=True):
     """Give a name to another adapter."""
 
@@ -671,14 +686,16 @@ class StatusCall(Call, kw_only=True):
 
 
 class LoadAdapter(LoadLoRAAdapterReqInput, kw_only=True):
-    """SGLang's own request, handled and answered by SGLang, with two fields more.
+    """SGLang's own request, handled and answered by SGLang, with our fields.
 
     Requests name the adapter by ``adapter``. ``lora_name`` differs while ``adapter`` still
-    names the predecessor: ranks use it until the adapter is renamed.
+    names the predecessor: ranks use it until the adapter is renamed. ``digest`` is of an earlier
+    load of this version: an evicted adapter must come back as it was.
     """
 
     adapter: str
     adapter_version: str
+    digest: str | None = None
 
 
 class LoadAdapterFromTensors(LoadLoRAAdapterFromTensorsReqInput, kw_only=True):
@@ -724,6 +741,7 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     ResumeCall,
     FlushCall,
     ForgetEmbeddingsCall,
+    CheckAdapterCall,
     NameAdaptersCall,
     MoveRequestsCall,
     JoinGroupCall,

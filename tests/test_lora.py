@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from harness import marker
 from harness.server import Server, schedulers
@@ -403,10 +405,14 @@ def test_unusable_adapter_is_refused_at_its_load(server: Server, name: str) -> N
     good = lora.tensors(0)
     down, up = good
     for wrong, config, why in (
-        ({**good, down: good[down][:, :-1].clone()}, {}, "shape"),
-        ({**good, up: good[up][:-1].clone()}, {}, "shape"),
-        ({down: good[down]}, {}, "fit"),
+        ({**good, down: good[down][:, :-1].clone()}, {}, down),
+        ({**good, up: good[up][:-1].clone()}, {}, up),
+        ({**good, up: good[up][0].clone()}, {}, up),
+        ({down: good[down]}, {}, down),
+        ({up: good[up]}, {}, up),
+        ({}, {}, "no tensor"),
         (lora.tensors(0, module="none"), {}, "none"),
+        (lora.tensors(0, module="q_proj"), {}, "v_proj"),
         (good, {"target_modules": ["q_proj"]}, "--lora-target-modules"),
         (good, {"r": 2 * RANK}, "--max-lora-rank"),
     ):
@@ -418,6 +424,189 @@ def test_unusable_adapter_is_refused_at_its_load(server: Server, name: str) -> N
             assert refused["error_message"] == refused["message"]
             assert loaded(server) == {name}
     expect_all_go_on(running)
+
+
+def _filled(weights: lora.Weights, part: str, value: float, dtype: torch.dtype) -> lora.Weights:
+    return {
+        name: torch.full_like(tensor, value, dtype=dtype) if part in name else tensor
+        for name, tensor in weights.items()
+    }
+
+
+LOADS = ("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/v1/load_lora_adapter")
+
+
+def try_every_load(
+    server: Server, name: str, folder: Path, weights: lora.Weights, **config: Any
+) -> list[str]:
+    """Try to load an adapter in each way, new and over ``name``; return why each is refused."""
+    lora.write(folder, weights, **config)
+    path, tensors = {"lora_path": str(folder)}, lora.tensor_body(weights, **config)
+    move = {"lora_name": name, "replace": True, "running": "move"}
+    refused = []
+    for route, content in zip(LOADS, (path, tensors, path), strict=True):
+        for fields in ({"lora_name": new_name()}, move):
+            answer = server.post(route, {**content, **fields})
+            if answer["status_code"] == 404 and route not in LOADS[:2]:
+                continue
+            assert answer["status_code"] == 400, (route, fields, answer)
+            refused.append(answer["error"]["message"] if "error" in answer else answer["message"])
+    return refused
+
+
+@on("overlap", "workers")
+@pytest.mark.guards_fix
+def test_adapter_with_infinite_values_is_refused(server: Server, name: str, tmp_path: Path) -> None:
+    """Its first sampled request would end the server, with all other requests."""
+    running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    for part, value, dtype in (
+        ("lora_A", float("nan"), half),
+        ("lora_B", float("inf"), half),
+        ("lora_B", 3.4e38, single),
+        ("lora_A", -1e300, double),
+        # finite, but activations would not be
+        ("lora_A", 1e30, half),
+        ("lora_B", 1e30, half),
+    ):
+        wrong = _filled(lora.tensors(1), part, value, dtype)
+        for why in try_every_load(server, name, tmp_path / "wrong", wrong):
+            assert f"{part}.weight'" in why
+    for alpha in (1e38, -1e38, "8", None):
+        for why in try_every_load(
+            server, name, tmp_path / "wrong", lora.tensors(1), lora_alpha=alpha
+        ):
+            assert "lora_alpha" in why
+    # JSON has no such numbers, but Python reads them
+    for alpha in (float("inf"), float("nan")):
+        lora.write(tmp_path / "wrong", lora.tensors(1), lora_alpha=alpha)
+        body = {"lora_name": new_name(), "lora_path": str(tmp_path / "wrong")}
+        refused = server.post("/load_lora_adapter", body)
+        assert refused["status_code"] == 400, refused
+        assert "lora_alpha" in refused["message"]
+    assert loaded(server) == {name}
+    expect_all_go_on(running)
+
+
+@on("overlap", "workers")
+@pytest.mark.guards_fix
+def test_tensor_that_reaches_no_weight_is_refused(
+    server: Server, name: str, tmp_path: Path
+) -> None:
+    """A tower's layer of equal shape would take the place of the language model's layer."""
+    good = lora.tensors(1)
+    for path in (
+        "base_model.model.lm_head",
+        "base_model.model.model.embed_tokens",
+        "base_model.model.model.norm",
+        "base_model.model.model.multi_modal_projector.linear_1",
+        "base_model.model.vision_tower.encoder.layers.0.self_attn.o_proj",
+        "base_model.model.model.visual.layers.0.self_attn.o_proj",
+        "base_model.model.model.mtp.layers.0.self_attn.o_proj",
+        "base_model.model.model.layers.0.self_attn.out_prj",
+        "base_model.model.model.layers.0.self_atn.o_proj",
+        "base_model.model.model.layers.0.mlp.down_proj",
+        "base_model.model.model.layres.0.self_attn.o_proj",
+        "base_model.model.model.layers.99.self_attn.o_proj",
+        # twice the same module
+        "model.layers.0.self_attn.o_proj",
+    ):
+        parts = ("lora_A.weight", "lora_B.weight")
+        stray = {
+            f"{path}.{part}": each.clone() for part, each in zip(parts, good.values(), strict=True)
+        }
+        for why in try_every_load(server, name, tmp_path / "wrong", {**good, **stray}):
+            assert f"{path}.lora_" in why
+    down, _ = good
+    for end in ("base_layer.bias", "lora_B.bias", "lora_magnitude_vector", "base_layer.weight"):
+        stray = {down.replace("lora_A.weight", end): torch.ones(4)}
+        for why in try_every_load(server, name, tmp_path / "wrong", {**good, **stray}):
+            assert f".{end}'" in why
+    policy = Policy(server, None)
+    policy.load(1)
+    policy.expect_all(policy.start(1), 1)
+
+
+@on("overlap")
+def test_field_that_sglang_ignores_is_refused_by_its_name(
+    server: Server, name: str, tmp_path: Path
+) -> None:
+    for field, value in (("bias", "all"), ("alpha_pattern", {"o_proj": 32}), ("unheard_of", 1)):
+        for why in try_every_load(
+            server, name, tmp_path / "wrong", lora.tensors(1), **{field: value}
+        ):
+            assert f"{field}=" in why
+    for why in try_every_load(
+        server, name, tmp_path / "wrong", lora.tensors(1), layers_to_transform=[1]
+    ):
+        assert "layers_to_transform" in why
+        assert "layers.0.self_attn.o_proj.lora_A.weight'" in why
+
+
+@on("overlap")
+@pytest.mark.guards_fix
+def test_rank_stabilized_adapter_has_its_strength(server: Server, tmp_path: Path) -> None:
+    """PEFT divides by the root of the rank, 4 here."""
+
+    def logprobs(**config: Any) -> list[float]:
+        adapter = load(server, lora.write(tmp_path / "one", lora.tensors(1), **config))
+        body = {
+            "input_ids": [5, 6, 7],
+            "lora_path": adapter,
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": 3, "temperature": 0},
+        }
+        answer = ask(server, "POST", "/generate", body)
+        return [each[0] for each in answer["meta_info"]["output_token_logprobs"]]
+
+    stabilized = logprobs(use_rslora=True, lora_alpha=0.2)
+    assert stabilized == logprobs(lora_alpha=0.4)
+    assert stabilized != logprobs(lora_alpha=0.2)
+
+
+# written by PEFT 0.19 for ``LoraConfig(r=4, target_modules=["o_proj"])``
+PEFT: dict[str, Any] = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
+    "auto_mapping": None, "base_model_name_or_path": "Qwen/Qwen3-0.6B", "bias": "none",
+    "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
+    "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+    "init_lora_weights": True, "kasa_config": None, "layer_replication": None,
+    "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 8,
+    "lora_bias": False, "lora_dropout": 0.05, "lora_ga_config": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None,
+    "peft_type": "LORA", "peft_version": "0.19.1", "qalora_group_size": 16, "r": 4,
+    "rank_pattern": {}, "revision": None, "target_modules": ["o_proj"],
+    "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None,
+    "use_bdlora": None, "use_dora": False, "use_qalora": False, "use_rslora": False,
+    "velora_config": None,
+}  # fmt: skip
+
+
+@on("overlap")
+@pytest.mark.parametrize(
+    "field",
+    [
+        {},
+        {"lora_alpha": 8.0, "init_lora_weights": "gaussian"},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"alpha_pattern": {"o_proj": 8}, "rank_pattern": {"o_proj": 4}},
+        {"exclude_modules": ".*visual.*", "runtime_config": {"ephemeral_gpu_offload": False}},
+        {"modules_to_save": [], "target_parameters": [], "use_rslora": None},
+    ],
+)
+def test_adapter_as_peft_writes_it_is_served(
+    server: Server, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    folder = lora.write(tmp_path / "peft", lora.tensors(1), **PEFT | field)
+    for names in ("base_model.model.model.layers", "model.layers", "model.language_model.layers"):
+        renamed = {
+            name.replace("base_model.model.model.layers", names): tensor
+            for name, tensor in lora.tensors(1).items()
+        }
+        lora.write(folder, renamed, **PEFT | field)
+        adapter = load(server, folder)
+        (request,) = start(server, 1, tokens=3, lora_path=adapter)
+        assert request.output().tokens == [lora.token(1)] * 3
 
 
 @on("overlap", "normal", "workers")
@@ -508,6 +697,87 @@ def test_evicted_adapter_keeps_its_version_when_reloaded(
     second.expect_all(second.start(1), 0)
     first.expect_all(first.start(1), 0)
     assert loaded(server) == {second.name, last.name, first.name}
+
+
+@on("normal", "workers")
+@pytest.mark.guards_fix
+def test_evicted_adapter_is_refused_with_other_files(server: Server, tmp_path: Path) -> None:
+    """Its requests would get the new files' tokens under the old version."""
+    folders = [lora.write(tmp_path / str(number), lora.tensors(number)) for number in range(2)]
+    first, *others = policies = [Policy(server, folders) for _ in range(MAX_LOADED + 1)]
+    for policy in policies:
+        policy.load(0)
+    assert loaded(server) == {policy.name for policy in others}
+    new, path = lora.tensors(2), folders[0] / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    contracts: tuple[dict[str, Any], ...] = ({}, {"exact_adapter_version": "step 0"})
+    for contract in contracts:
+        lora.write(folders[0], new)
+        body = {"input_ids": prompt(), "lora_path": first.name, **contract}
+        refused = server.post("/generate", body)
+        assert refused["status_code"] == 400, refused
+        assert "'step 0'" in refused["error"]["message"]
+        # half written
+        path.write_bytes(whole[:-8])
+        refused = server.post("/generate", body)
+        assert refused["status_code"] == 400, refused
+        path.write_bytes(whole)
+        first.expect_all(first.start(1, **contract), 0)
+        for policy in others:
+            policy.expect_all(policy.start(1), 0)
+    # a load by its caller is a version of its own
+    lora.write(folders[1], new)
+    body = {"lora_name": first.name, "lora_path": str(folders[1]), "adapter_version": "step 1"}
+    assert server.post("/load_lora_adapter", body)["status_code"] == 200
+    first.versions[2] = "step 1"
+    first.expect_all(first.start(1), 2)
+
+
+@on("overlap", "normal")
+@pytest.mark.guards_fix
+def test_loaded_adapter_is_not_its_file(server: Server, tmp_path: Path) -> None:
+    """SGLang maps the file: it would serve the bytes written later, and end with a cut file."""
+    folder = lora.write(tmp_path / "adapter", lora.tensors(0))
+    policy = Policy(server, [folder])
+    policy.load(0)
+    path = folder / "adapter_model.safetensors"
+    later = lora.write(tmp_path / "later", lora.tensors(1)) / "adapter_model.safetensors"
+    with path.open("r+b") as file:
+        file.write(later.read_bytes())
+    policy.expect_all(policy.start(1), 0)
+    adapter = lora.write(tmp_path / "adapter", lora.tensors(0))
+    other = Policy(server, [adapter])
+    other.load(0)
+    os.truncate(path, 8)
+    other.expect_all(other.start(1), 0)
+
+
+@on("normal", "workers")
+@pytest.mark.guards_fix
+def test_load_puts_out_no_adapter_that_came_as_tensors(server: Server, folders: list[Path]) -> None:
+    """Nobody could load it again. An adapter from a folder makes room, also if used last."""
+    sent = [Policy(server, None) for _ in range(MAX_LOADED - 1)]
+    for policy in sent:
+        policy.load(0)
+    kept, *more = (Policy(server, folders) for _ in range(3))
+    for policy in (kept, *more):
+        policy.load(1)
+        policy.expect_all(policy.start(1), 1)
+    assert loaded(server) == {policy.name for policy in (*sent, more[-1])}
+    last = Policy(server, None)
+    last.load(1)
+    for policy in (Policy(server, None), Policy(server, folders)):
+        refused = policy.try_to_load(1)
+        assert refused["status_code"] == 400, refused
+        for each in (*sent, last):
+            assert repr(each.name) in refused["message"]
+    refused = server.post("/generate", {"input_ids": prompt(), "lora_path": kept.name})
+    assert refused["status_code"] == 400, refused
+    assert "came as tensors" in refused["error"]["message"]
+    for policy in sent:
+        policy.expect_all(policy.start(1), 0)
+    assert unload(server, last.name)["success"]
+    kept.expect_all(kept.start(1), 1)
 
 
 # ---- several workers ---------------------------------------------------------------------
@@ -644,7 +914,7 @@ def test_bad_shape_on_one_rank_unloads_the_adapter_on_the_other(server: Server) 
     for _ in range(2):
         refused = server.post("/load_lora_adapter_from_tensors", body)
         assert refused["status_code"] == 400, refused
-        assert "do not fit" in refused["message"]
+        assert f"{down!r}" in refused["message"]
     body |= lora.tensor_body(good, ranks=2)
     assert server.post("/load_lora_adapter_from_tensors", body)["status_code"] == 200
     policy.expect_all(policy.start(1), 0)
@@ -658,6 +928,9 @@ def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path
     model = lora.build_model(tmp_path / "model")
     answers = run_script("tests.support.engine_adapters", model, tmp_path)
     assert answers["refused"] == [False, True]
+    of_tensor, of_alpha = answers["faults"]
+    assert "o_proj.lora_A.weight' holds NaN or infinity" in of_tensor
+    assert "lora_alpha=nan" in of_alpha
     for way in ("move", "async"):
         output = answers[way]
         told = lora.spans_by_tokens(output["tokens"], "policy", {0: "a", 1: "b", 2: "c"})

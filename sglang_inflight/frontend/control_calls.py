@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ class _Awaited:
             self.complete.set_exception(unknown_outcome(silence_error(lost, for_s)))
 
 
+async def _as_they_are(_: BaseReq, answers: list[Any]) -> list[Any]:
+    return answers
+
+
 class ControlCalls:
     """Control calls of one ``TokenizerManager``. Lives on the front end's event loop."""
 
@@ -65,6 +70,8 @@ class ControlCalls:
         self._lifetime = lifetime
         # by the id of the call
         self._awaited: dict[str, _Awaited] = {}
+        # called with a request and its answers; what it returns is the caller's answers
+        self.after: Callable[[BaseReq, list[Any]], Awaitable[list[Any]]] = _as_they_are
 
     def route(self, tokenizer_manager: TokenizerManager) -> None:
         """Route every communicator of the manager through this object."""
@@ -80,7 +87,8 @@ class ControlCalls:
         Raises a failed rank's error, ``HandlerFailed`` if the error has no type of ours, and
         ``OutcomeUnknown`` if a rank is silent.
         """
-        return await self._lifetime.unless_shut_down(self._call(communicator, request))
+        answers = await self._lifetime.unless_shut_down(self._call(communicator, request))
+        return await self.after(request, answers)
 
     async def _call(self, communicator: FanOutCommunicator[Any], request: BaseReq) -> list[Any]:
         async with communicator._queueing_lock:

@@ -74,6 +74,7 @@ class Frontend:
         )
         self.caches = Caches(tokenizer_manager, self.ranks, can)
         self.adapters = Adapters(tokenizer_manager, self.ranks, can, self.in_background)
+        self._control_calls.after = self.adapters.check_load
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)

@@ -41,6 +41,7 @@ from sglang_inflight.frontend.http.vllm.openai_fields import (
     write_completion_logprobs,
 )
 from sglang_inflight.frontend.lora.loading import (
+    find_victim,
     load_everywhere,
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
@@ -283,6 +284,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (
         f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
         *wrap_if_active(stop_unloading_in_a_pause),
+    ),
+    (
+        "sglang.srt.lora.lora_registry.LoRARegistry.lru_lora_name",
+        *replace_if_active(find_victim),
     ),
     (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(generate_request)),
     (f"{_TOKENIZER_MANAGER}._init_req_state", *before_if_active(refuse_when_over)),

@@ -4,49 +4,52 @@ All ranks of a replica move a request at the same step. Like a commit, the call 
 SGLang gives it to all ranks in the same pass of their loops, and its handler does the whole move.
 Reasons to refuse are checked first, and are the same on every rank.
 
-At its load an adapter's weights are compared with the device's buffers. SGLang copies them when a
-request runs, and a wrong shape would then end the scheduler.
+After a load the front end has each rank check the adapter (``adapter_weights.py``), on a thread of
+its own. Ranks answer for themselves, and one refusal unloads the adapter on all.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from sglang_inflight.messages import (
     ADAPTER_IN_USE,
+    AdapterChecked,
+    CheckAdapterCall,
     MoveRequestsCall,
     NameAdaptersCall,
     RequestsMoved,
 )
+from sglang_inflight.scheduler.adapter_weights import check, digest_of
+from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
-from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed
+from sglang_inflight.threads import start_thread
+from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed, Refused, describe
 from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabel
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_manager import LoRAManager
-    from sglang.srt.lora.mem_pool import LoRAMemoryPool
     from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_inflight.sglang_types import LoadAdapterRequest, Scheduler
 
 logger = logging.getLogger(__name__)
-Tensors = dict[str, torch.Tensor]
 
 
 class Adapters:
-    """Used only on the scheduler's thread, from message handlers, between two steps."""
+    """Used only on the scheduler's thread, from message handlers, between two steps.
+
+    Only ``_check`` runs on a thread.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,10 @@ class Adapters:
         fence: PrefixFence,
         versions: AdapterVersions,
         contracts: Contracts,
+        answers: AnswerChannel,
     ) -> None:
+        """Raise ``Refused`` for an adapter of the server's start that cannot be served whole."""
+        self._answers = answers
         self._scheduler = scheduler
         self._boundary = boundary
         self._fence = fence
@@ -63,14 +69,16 @@ class Adapters:
         self._contracts = contracts
         if self._maybe_manager is not None:
             for lora_id, ref in self._maybe_manager.lora_refs.items():
-                self.versions.remember(
-                    lora_id, AdapterLabel(ref.lora_name or "", FIRST_ADAPTER_VERSION)
-                )
+                name = ref.lora_name or ""
+                self.versions.remember(lora_id, AdapterLabel(name, FIRST_ADAPTER_VERSION))
+                # without --enable-lora the manager has a draft model's adapter
+                if scheduler.enable_lora:
+                    _check_first(self._maybe_manager, lora_id, name)
 
     def load(
         self, load: Callable[[], LoRAUpdateOutput], request: LoadAdapterRequest
     ) -> LoRAUpdateOutput:
-        """Call SGLang's handler, and unload an adapter that does not fit the buffers.
+        """Call SGLang's handler, and note the adapter's version.
 
         Raise ``RankFailed`` on ranks without a socket: SGLang would not see their result.
         """
@@ -81,21 +89,39 @@ class Adapters:
             return result
         manager = self._maybe_manager
         if result.success:
-            why = why_it_does_not_fit(manager, lora_id)
-            if why is None:
-                name = getattr(request, "adapter", request.lora_name)
-                version = getattr(request, "adapter_version", FIRST_ADAPTER_VERSION)
-                self.versions.remember(lora_id, AdapterLabel(name, version))
-                self._scheduler.kv_event_lora_names.register(lora_id=lora_id, lora_name=name)
-                return result
-            manager.unload_lora_adapter(manager.lora_refs[lora_id])
-            result = manager.create_lora_update_result(success=False, error_message=why)
+            name = getattr(request, "adapter", request.lora_name)
+            version = getattr(request, "adapter_version", FIRST_ADAPTER_VERSION)
+            self.versions.remember(lora_id, AdapterLabel(name, version))
+            self._scheduler.kv_event_lora_names.register(lora_id=lora_id, lora_name=name)
+            return result
         # SGLang leaves a failed load's parts behind
         manager.configs.pop(lora_id, None)
         manager.loras.pop(lora_id, None)
         if self._scheduler.ipc_channels.send_to_tokenizer.socket is None:
             raise RankFailed(result.error_message or "the adapter was not loaded")
         return result
+
+    def check(self, call: CheckAdapterCall) -> None:
+        """Check a loaded adapter on a thread of its own, and answer there.
+
+        The time grows with the adapter. Raise ``NotFound`` if the adapter is not loaded.
+        """
+        manager = self._manager
+        if (adapter := manager.loras.get(call.lora_id)) is None:
+            raise NotFound("the adapter to check is not loaded")
+        start_thread(self._check, call, manager, adapter, name="adapter-check")
+
+    def _check(self, call: CheckAdapterCall, manager: LoRAManager, adapter: LoRAAdapter) -> None:
+        try:
+            check(manager, adapter)
+            digest = digest_of(adapter) if call.asks_digest else None
+        except Refused as error:
+            self._answers.fail(call, error)
+        except Exception as error:
+            logger.exception("An adapter could not be checked")
+            self._answers.fail(call, RankFailed(f"it cannot be checked: {describe(error)}"))
+        else:
+            self._answers.succeed(call, AdapterChecked(digest=digest))
 
     def unload(
         self, unload: Callable[[], LoRAUpdateOutput], request: UnloadLoRAAdapterReqInput
@@ -199,63 +225,8 @@ class Adapters:
             )
 
 
-def why_it_does_not_fit(manager: LoRAManager, lora_id: str) -> str | None:
-    """Return why the adapter does not fit, or None.
-
-    The check runs SGLang's own copy on meta tensors: shapes without contents. A large adapter
-    takes no longer than a small one, so the scheduler's loop may wait for it.
-    """
-    pool = _shape_of_pool(manager.memory_pool)
+def _check_first(manager: LoRAManager, lora_id: str, name: str) -> None:
     try:
-        pool.load_lora_weight_to_buffer(
-            lora_id,
-            0,
-            _shape_of_adapter(manager.loras[lora_id]),
-            manager.lora_modules,
-            manager.embed_tokens_module,
-            manager.lm_head_module,
-        )
-    except Exception as error:
-        return f"its weights do not fit the model: {str(error) or type(error).__name__}"
-    return None
-
-
-def _shape_of_adapter(adapter: LoRAAdapter) -> Any:
-    return SimpleNamespace(
-        config=adapter.config,
-        scaling=adapter.scaling,
-        layers=[
-            SimpleNamespace(weights=_shapes_of(layer.weights), pinned_weights={})
-            for layer in adapter.layers
-        ],
-        embedding_layers=_shapes_of(adapter.embedding_layers),
-        pinned_embedding_layers={},
-        added_tokens_embeddings=_shapes_of(adapter.added_tokens_embeddings),
-        pinned_added_tokens_embeddings={},
-    )
-
-
-def _shape_of_pool(pool: LoRAMemoryPool) -> LoRAMemoryPool:
-    """Return a copy of ``pool`` with meta buffers of one slot."""
-    trial = copy.copy(pool)
-    for name in ("A_buffer", "B_buffer"):
-        of_layers: dict[str, list[torch.Tensor]] = getattr(pool, name)
-        setattr(trial, name, {key: [_one_slot(b) for b in of] for key, of in of_layers.items()})
-    for name in (
-        "embedding_A_buffer",
-        "embedding_B_buffer",
-        "lm_head_A_buffer",
-        "lm_head_B_buffer",
-        "new_embeddings_buffer",
-    ):
-        buffers: Tensors = getattr(pool, name)
-        setattr(trial, name, {key: _one_slot(buffer) for key, buffer in buffers.items()})
-    return trial
-
-
-def _shapes_of(tensors: Tensors) -> Tensors:
-    return {name: tensor.to("meta") for name, tensor in tensors.items()}
-
-
-def _one_slot(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.empty((1, *buffer.shape[1:]), dtype=buffer.dtype, device="meta")
+        check(manager, manager.loras[lora_id])
+    except Refused as error:
+        raise Refused(f"--lora-paths: the adapter {name!r}: {error}") from error

@@ -15,6 +15,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight import capabilities
 from sglang_inflight.messages import (
     CancelReleaseCall,
+    CheckAdapterCall,
     CommitCall,
     ContinueCall,
     Described,
@@ -126,7 +127,9 @@ class Controller:
         self.contracts = Contracts(
             scheduler, boundary.requests, self.versions, adapter_versions, metrics
         )
-        self.adapters = Adapters(scheduler, boundary, self.fence, adapter_versions, self.contracts)
+        self.adapters = Adapters(
+            scheduler, boundary, self.fence, adapter_versions, self.contracts, self._answers
+        )
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
             scheduler,
@@ -187,6 +190,7 @@ class Controller:
             ResumeCall: self.memory_release.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
+            CheckAdapterCall: self.adapters.check,
             NameAdaptersCall: self._name_adapters,
             MoveRequestsCall: self._move_requests,
             JoinGroupCall: self.staging.join_group,

@@ -11,6 +11,8 @@ from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
+from sglang_inflight.scheduler.adapter_config import read_config, scale
+from sglang_inflight.scheduler.adapter_weights import merge, read_weights, take
 from sglang_inflight.scheduler.collectives import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes import (
@@ -390,6 +392,7 @@ def restore_versions(
     req_to_token_pool.inflight.restore(req)
 
 
+_LORA = "sglang.srt.lora"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PROCESSOR = (
@@ -454,6 +457,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.load_lora_adapter", load_adapter, HookType.AROUND),
     (f"{_SCHEDULER}.load_lora_adapter_from_tensors", load_adapter, HookType.AROUND),
     (f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, HookType.AROUND),
+    (f"{_LORA}.lora_config.LoRAConfig.__init__", read_config, HookType.AROUND),
+    (f"{_LORA}.lora.LoRAAdapter.__init__", scale, HookType.AFTER),
+    (f"{_LORA}.lora.LoRAAdapter.initialize_weights", read_weights, HookType.AROUND),
+    (f"{_LORA}.lora.LoRAAdapter._process_weight", take, HookType.AROUND),
+    (f"{_LORA}.lora.LoRAAdapter.normalize_qkv_proj", merge, HookType.AROUND),
+    (f"{_LORA}.lora.LoRAAdapter.normalize_gate_up_proj", merge, HookType.AROUND),
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

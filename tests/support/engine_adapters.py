@@ -64,6 +64,12 @@ def play(engine: Any, folder: Path) -> dict[str, Any]:
         ).success,
     ]
     answers["move"] = generating.end()
+    infinite = {name: tensor * float("inf") for name, tensor in lora.tensors(1).items()}
+    # JSON has no such alpha
+    for tensors, config in ((infinite, {}), (lora.tensors(1), {"lora_alpha": float("nan")})):
+        answer = engine.load_lora_adapter_from_tensors("bad", tensors, lora.CONFIG | config)
+        assert not answer.success
+        answers.setdefault("faults", []).append(answer.error_message)
     loading = engine.async_load_lora_adapter_from_tensors(
         "policy", lora.tensors(2), lora.CONFIG, replace=True, adapter_version="c"
     )

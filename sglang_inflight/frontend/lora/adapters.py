@@ -29,6 +29,7 @@ from sglang_inflight.frontend.lora.refcounts import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
+    CheckAdapterCall,
     LoadAdapter,
     LoadAdapterFromTensors,
     MoveRequestsCall,
@@ -53,6 +54,8 @@ from sglang_inflight.vocabulary.errors import (
 from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabel
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BaseReq
+
     from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
     from sglang_inflight.sglang_types import TokenizerManager
 
@@ -60,8 +63,20 @@ logger = logging.getLogger(__name__)
 
 # A step may take long, and a move waits for its end.
 CALL_TIMEOUT_S = 120.0
+# A check reads every element of an adapter.
+CHECK_TIMEOUT_S = 600.0
 # How often to move requests that reached the schedulers only after a move.
 LOOK_S = 0.2
+
+
+class _Loaded(NamedTuple):
+    """The last load of a name."""
+
+    # None for tensors
+    path: str | None
+    version: str
+    # of what the ranks read, as ``adapter_weights.digest_of`` computes it; None for tensors
+    digest: str | None = None
 
 
 class _Move(NamedTuple):
@@ -90,8 +105,12 @@ class Adapters:
         self.broadcast: StateBroadcast | None = None
         # counts loads of all adapters
         self._loads = itertools.count(1)
-        # by name: folder and version of the last load
-        self._versions: dict[str, tuple[str | None, str]] = {}
+        # by name
+        self._versions: dict[str, _Loaded] = {}
+        # by adapter's id, from the check of a load until its name is noted
+        self._digests: dict[str, str | None] = {}
+        # a hook of the registry's asks for it
+        vars(tokenizer_manager.lora_registry)["inflight"] = self
         # called after a version has changed, on the event loop
         self.on_change: Callable[[], None] = lambda: None
         # ids of adapters without a name, waiting for their last request
@@ -101,17 +120,18 @@ class Adapters:
         # to take its name.
         self.loading = asyncio.Lock()
 
-    def version_of(self, name: str, path: str | None) -> str:
+    def version_of(self, name: str, path: str | None) -> tuple[str, str | None]:
         """Return the version of a load without one: a count of loads.
 
-        If SGLang evicted an adapter and reloads it from the same path, its version stays.
+        If SGLang evicted an adapter and reloads it from the same path, its version stays. Then
+        also return the digest that the load must have.
         """
-        last_path, version = self._versions.get(name, (None, ""))
-        if path is not None and path == last_path:
+        last = self._versions.get(name)
+        if last is not None and path is not None and path == last.path:
             is_again = name not in self._tokenizer_manager.lora_registry.get_all_adapters()
             if is_again and name in self._tokenizer_manager.lora_ref_cache:
-                return version
-        return str(next(self._loads))
+                return last.version, last.digest
+        return str(next(self._loads)), None
 
     def served(self, name: str) -> AdapterLabel | None:
         """Return the version that new requests of the adapter ``name`` get; None if not loaded."""
@@ -121,22 +141,56 @@ class Adapters:
             and name not in tokenizer_manager.lora_ref_cache
         ):
             return None
-        _, version = self._versions.get(name, (None, FIRST_ADAPTER_VERSION))
-        return AdapterLabel(name, version)
+        last = self._versions.get(name)
+        return AdapterLabel(name, last.version if last is not None else FIRST_ADAPTER_VERSION)
 
-    def note(self, name: str, path: str | None, version: str) -> None:
+    def note(self, name: str, path: str | None, version: str, lora_id: str) -> None:
         """Note the version of a load that has taken the name."""
-        self._versions[name] = (path, version)
+        self._versions[name] = _Loaded(path, version, self._digests.pop(lora_id, None))
         self.on_change()
+
+    async def check_load(self, request: BaseReq, results: list[Any]) -> list[Any]:
+        """Have every rank check the adapter that it has just loaded; return the load's results.
+
+        ``ControlCalls.after``: SGLang registers the adapter afterwards, so no request uses it
+        yet. Results of other calls are returned as they are.
+        """
+        if not isinstance(request, LoadAdapter | LoadAdapterFromTensors):
+            return results
+        if not all(result.success for result in results):
+            return results
+        assert request.lora_id is not None
+        is_folder = isinstance(request, LoadAdapter)
+        call = CheckAdapterCall(lora_id=request.lora_id, asks_digest=is_folder)
+        try:
+            answers = await self._ranks.call(call, CHECK_TIMEOUT_S)
+            digests = {answer.digest for answer in answers}
+            if len(digests) > 1:
+                raise Conflict("the ranks have read different files: load it again")
+            if isinstance(request, LoadAdapter) and request.digest not in (None, *digests):
+                raise Conflict(
+                    f"the files in {request.lora_path!r} are not those that were loaded as "
+                    f"version {request.adapter_version!r} of {request.adapter!r}: load them by a "
+                    "call, as a version of their own"
+                )
+        except Refused as error:
+            failed: Any = LoRAUpdateOutput(
+                success=False,
+                error_message=str(error),
+                loaded_adapters=results[0].loaded_adapters,
+            )
+            return [failed]
+        self._digests[request.lora_id] = digests.pop()
+        return results
 
     @property
     def versions(self) -> tuple[tuple[str, str], ...]:
         """The names and versions of the loads, for tokenizer workers."""
-        return tuple((name, version) for name, (_, version) in self._versions.items())
+        return tuple((name, last.version) for name, last in self._versions.items())
 
     def follow(self, versions: Iterable[tuple[str, str]]) -> None:
         """Take the owner's ``versions``, in a tokenizer worker."""
-        self._versions = {name: (None, version) for name, version in versions}
+        self._versions = {name: _Loaded(None, version) for name, version in versions}
         self.on_change()
 
     async def load(self, body: LoadAdapterBody) -> AdapterLoaded:
@@ -181,7 +235,7 @@ class Adapters:
             old = self._tokenizer_manager.lora_registry.get_all_adapters().get(name)
             moved = retracted = 0
             if old is None or not body.replace:
-                await self._send(body, name, version)
+                new_id = await self._send(body, name, version)
             else:
                 self._require_room(name)
                 if body.running == "move" and self._can.move_adapters is not None:
@@ -198,7 +252,7 @@ class Adapters:
                         self._tokenizer_manager.lora_ref_cache.pop(own_name, None)
                         raise
                 await self._exchange_name(name, own_name, new_id, move)
-            self.note(name, body.path, version)
+            self.note(name, body.path, version, new_id)
         loaded: Any = self.loaded()
         return AdapterLoaded(
             success=True,
@@ -292,6 +346,7 @@ class Adapters:
     async def unload_failed(self, name: str, lora_id: str) -> None:
         """Unload the remains of a failed load; do not wait for their requests."""
         tokenizer_manager = self._tokenizer_manager
+        self._digests.pop(lora_id, None)
         if tokenizer_manager.pending_lora_unloads.get(name) == lora_id:
             del tokenizer_manager.pending_lora_unloads[name]
         if self._id_of(name) == lora_id:

@@ -18,15 +18,18 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
 from sglang_inflight.sglang_types import get_lora
-from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused
+from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused, list_names
 
 if TYPE_CHECKING:
+    from sglang.srt.lora.lora_registry import LoRARegistry
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import LoadAdapterRequest
 
 Load = Callable[..., Awaitable[Any]]
+# SGLang's path of an adapter that came as tensors
+_TENSORS = "__tensor__"
 # How often an unload waiting for requests checks for a pause.
 LOOK_S = 0.2
 
@@ -48,14 +51,14 @@ async def load_everywhere(
         result = await _load_everywhere(load, tm, request, *args)
         if result.success:
             path = getattr(request, "lora_path", None)
-            adapters.note(request.adapter, path, request.adapter_version)
+            adapters.note(request.adapter, path, request.adapter_version, request.lora_id)
         return result
 
 
 async def _load_everywhere(
     load: Load, tm: PatchedTokenizerManager, request: Any, *args: Any
 ) -> Any:
-    if (reason := await why_no_room_in_a_pause(tm)) is not None:
+    if (reason := await why_no_room(tm)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
     try:
         result = await load(tm, request, *args)
@@ -68,12 +71,13 @@ async def _load_everywhere(
 
 def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
     """Convert SGLang's own request to ours, with a version."""
-    shape: Any = LoadAdapter
-    if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):
-        shape = LoadAdapterFromTensors
     fields = {name: getattr(obj, name) for name in type(obj).__struct_fields__}
-    version = tm.inflight.adapters.version_of(obj.lora_name, getattr(obj, "lora_path", None))
-    return shape(**fields, adapter=obj.lora_name, adapter_version=version)
+    path = getattr(obj, "lora_path", None)
+    version, digest = tm.inflight.adapters.version_of(obj.lora_name, path)
+    fields |= {"adapter": obj.lora_name, "adapter_version": version}
+    if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):
+        return LoadAdapterFromTensors(**fields)
+    return LoadAdapter(**fields, digest=digest)
 
 
 async def refuse_to_unload_in_a_pause(
@@ -125,7 +129,7 @@ async def _unload_when_ranks_let(
         await asyncio.sleep(LOOK_S)
 
 
-async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
+async def why_no_room(tm: PatchedTokenizerManager) -> str | None:
     """Return why no further adapter can be loaded now, or None if one can.
 
     SGLang loads the adapter, then unloads the least recently used one. Requests no longer find
@@ -136,9 +140,28 @@ async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
         return None
     oldest = await tm.lora_registry.lru_lora_name(exclude_pinned=True)
     if oldest is None:
-        return f"--max-loaded-loras is {most}, and all of them are pinned"
+        loaded = tm.lora_registry.get_all_adapters().values()
+        sent = [repr(ref.lora_name) for ref in loaded if ref.lora_path == _TENSORS]
+        if not sent:
+            return f"--max-loaded-loras is {most}, and all of them are pinned"
+        return (
+            f"--max-loaded-loras is {most}, and no request could load these again, because they "
+            f"came as tensors: {list_names(sent)}. Unload one first"
+        )
     if tm.is_pause and (users := _users(tm, oldest)):
         return f"--max-loaded-loras is {most}, and {_describe_users(oldest, users)}"
+    return None
+
+
+async def find_victim(registry: LoRARegistry, exclude_pinned: bool = False) -> str | None:
+    """Replace ``LoRARegistry.lru_lora_name``: spare adapters that came as tensors.
+
+    The ranks have the only copy of these. A folder's adapter is loaded again for a request.
+    """
+    async with registry._registry_lock.reader_lock:
+        for name, ref in registry._registry.items():
+            if ref.lora_path != _TENSORS and not (exclude_pinned and ref.pinned):
+                return name
     return None
 
 

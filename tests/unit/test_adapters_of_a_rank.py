@@ -1,4 +1,4 @@
-"""Adapter of a request arriving at a rank."""
+"""Adapters of a rank: of a request that arrives, and of the server's start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.lora.lora_registry import LoRARef
 
+from sglang_inflight.scheduler import adapters
 from sglang_inflight.scheduler.adapters import Adapters
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class Req:
@@ -35,9 +38,26 @@ def test_request_of_an_unloaded_adapter_is_refused(
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     scheduler: Any = SimpleNamespace(tp_worker=worker)
     nothing: Any = None
-    adapters = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing)
+    of_rank = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, nothing)
     req: Any = Req(asked)
-    adapters.admit(req)
+    of_rank.admit(req)
     assert req.lora_id == runs_with
     assert (req.refused is None) == (refused is None)
     assert (refused or "") in (req.refused or "")
+
+
+def test_start_ends_with_the_name_of_an_adapter_that_cannot_be_served_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refused("tensor 'a' holds NaN or infinity")
+
+    monkeypatch.setattr(adapters, "check", refuse)
+    manager = SimpleNamespace(
+        loras={"id": object()}, lora_refs={"id": LoRARef(lora_name="policy", lora_path="/p")}
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    scheduler: Any = SimpleNamespace(tp_worker=worker, enable_lora=True)
+    nothing: Any = None
+    with pytest.raises(Refused, match=r"--lora-paths: the adapter 'policy': tensor 'a' holds NaN"):
+        Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, nothing)
