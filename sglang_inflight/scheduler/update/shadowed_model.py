@@ -532,8 +532,6 @@ class ShadowedModel:
                     f"load_format 'sparse': SGLang finishes the {self.role} model after loading, "
                     "and the loaded form of its weights is gone: send whole tensors"
                 )
-            said = source.full_shapes if isinstance(source, DistributedSource) else {}
-            weights = fill_in(weights, self.served, said)
             # NaN is what was not sent
             check_finite = False
         dataflow = Dataflow(
@@ -553,6 +551,9 @@ class ShadowedModel:
             rate_limit=rate_limit,
         )
         self._checks, self._is_sparse = checks, is_sparse(source)
+        if self._is_sparse:
+            said = source.full_shapes if isinstance(source, DistributedSource) else {}
+            weights = fill_in(weights, self.served, said, checks.note_magnitude)
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
@@ -614,6 +615,7 @@ class ShadowedModel:
             )
         if write.target.kind is Kind.WEIGHT:
             self._checks.refuse_wrong_dtype(write)
+            self._checks.refuse_too_large(write)
             self._written.add(write.memory)
         self.shadow.note_write(write)
         self.on_write()
