@@ -24,6 +24,7 @@ from sglang_inflight.messages import DIRECT
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
+from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.pool import MASKING_LOADER
@@ -561,3 +562,15 @@ def test_custom_loader_that_masks_nan_in_copy_keeps_what_is_not_sent(
             served[name].view(-1)[indices] = new.view(-1)[indices]
         rank.update(*calls, partial=True, load_format=MASKING_LOADER)
         assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), served))
+
+
+def test_second_pair_for_a_tensor_in_one_sparse_call_is_refused() -> None:
+    """The last value would win where both pairs name a position."""
+    pairs = [
+        pair
+        for version in (1.0, 2.0)
+        for pair in sparse_of("plain", tensors(version)["plain"], [2]).items()
+    ]
+    filled = fill_in(pairs, {"plain": (4,)}, {}, lambda name, largest: None)
+    with pytest.raises(Refused, match="sparse tensor 'plain' came twice in one call"):
+        list(filled)

@@ -31,9 +31,10 @@ def fill_in(
     ``shapes``: of the tensors of the served checkpoint. ``said``: the shapes of some of them, as
     the sender gives them. ``note_magnitude`` gets each tensor's name and largest magnitude: none
     shows among NaN. Indices and values of a tensor may come in either order. Raises ``Refused``
-    with the tensor's name if one is missing, or does not fit.
+    with the tensor's name if one is missing, comes twice, or does not fit.
     """
     halves: dict[str, dict[str, torch.Tensor]] = {}
+    whole: set[str] = set()
     for name, tensor in weights:
         if not isinstance(tensor, torch.Tensor):
             raise _not_sparse(name)
@@ -49,12 +50,13 @@ def fill_in(
                 f"the model's has {list(shapes[base])}"
             )
         both = halves.setdefault(base, {})
-        if kind in both:
+        if kind in both or base in whole:
             raise Refused(f"sparse tensor {shorten(base)!r} came twice in one call")
         # the sender's memory may be written again before the other half comes
         both[kind] = tensor.clone() if len(both) == 0 else tensor
         if len(both) == 2:
             del halves[base]
+            whole.add(base)
             dense = _filled_in(base, both[INDICES], both[VALUES], shapes[base], note_magnitude)
             yield base, dense
     for base, both in halves.items():
