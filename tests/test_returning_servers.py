@@ -32,6 +32,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHANGES
+from tests.support.served import describe_tensors
 from tests.support.stalled_mount import stalled_mount
 from tests.support.updates import (
     LIVE,
@@ -448,7 +449,7 @@ def of_another_shape(folder: Path) -> str:
     return "'target.lm_head.weight' is torch.bfloat16 of shape"
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / TENSORS)
@@ -457,6 +458,24 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads((folder / "served.json").read_text())
     manifest["ranks"]["pp0-tp0"]["bytes"] = (folder / TENSORS).stat().st_size
     (folder / "served.json").write_text(json.dumps(manifest))
+    return tensors
+
+
+def with_nan(folder: Path) -> str:
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["target.lm_head.weight"][0, 0] = float("nan")
+
+    tensors = _rewrite(folder, spoil)
+    part = json.loads((folder / PART).read_text())
+    # in the order of the rank's digest
+    describe_tensors(folder, {name: tensors[name] for name in part["tensors"]})
+    return "'target.lm_head.weight' holds NaN or infinity"
+
+
+def of_an_unprintable_version(folder: Path) -> str:
+    manifest = json.loads((folder / "served.json").read_text())
+    (folder / "served.json").write_text(json.dumps(manifest | {"weight_version": "v2\0"}))
+    return "some of them not printable"
 
 
 DAMAGES = [
@@ -470,6 +489,8 @@ DAMAGES = [
     without_a_tensor,
     with_another_tensor,
     of_another_shape,
+    with_nan,
+    of_an_unprintable_version,
 ]
 
 

@@ -244,6 +244,7 @@ class Jobs:
             self._weights(self._all_roles),
             self._layout,
             in_place=self._mode_of(update) is StagingMode.OFF,
+            check_finite=self._check_finite,
             count=count,
             check=update.check,
             rate_limit=self._rate_limit,
