@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sglang_inflight.vocabulary.bodies import Name
+from sglang_inflight.vocabulary.bodies import Version, check_version
 
 INDICES = ".indices"
 VALUES = ".values"
@@ -31,5 +31,8 @@ class Manifest(msgspec.Struct):
 
     format: Literal["sglang-inflight-sparse"]
     format_version: Literal[1]
-    base_version: Name
+    base_version: Version
     files: dict[str, ManifestFile]
+
+    def __post_init__(self) -> None:
+        check_version(self.base_version)
