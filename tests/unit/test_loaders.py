@@ -163,6 +163,7 @@ def no_grad() -> Iterator[None]:
 BOTH_MODES = pytest.mark.parametrize(
     "mode", [StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF]
 )
+STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
 traits_of_loaders = st.builds(
     Traits, gathers=st.booleans(), caches=st.booleans(), clones=st.booleans()
 )
@@ -310,6 +311,32 @@ def test_hollow_weights_need_no_tensor_in_no_checkpoint() -> None:
     assert rank.fill_hollow(tensors(2.0, names[:4])) > 0
     assert rank.fill_hollow(tensors(2.0, names[4:])) == 0
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(2.0)))
+
+
+@BOTH_MODES
+def test_update_of_nothing_is_a_version_of_the_same_weights(mode: StagingMode) -> None:
+    model = fresh(Traits(), tensors(1.0))
+    rank = rank_of(mode, model)
+    rank.update(tensors(2.0))
+    before, first = tensors_read_by_forward(model), rank.digest
+    for calls in list[Tensors](), [Tensors()]:
+        rank.update(*calls, partial=True)
+        assert rank.digest == first
+        assert are_equal(tensors_read_by_forward(model), before)
+        rank.roll_back()
+        assert are_equal(tensors_read_by_forward(model), before)
+
+
+@BOTH_MODES
+def test_whole_update_of_nothing_is_refused(mode: StagingMode) -> None:
+    with pytest.raises(Refused, match="the update holds no tensor"):
+        rank_of(mode, fresh(Traits(), tensors(1.0))).update({}, partial=False)
+
+
+@BOTH_MODES
+def test_update_of_nothing_names_no_weights_without_contents(mode: StagingMode) -> None:
+    with pytest.raises(Refused, match="the update holds no tensor"):
+        rank_of(mode, fresh(Traits(), tensors(1.0))).fill_hollow({})
 
 
 def test_missing_weight_is_refused() -> None:
@@ -461,9 +488,6 @@ def test_tied_head_unlike_embeddings_is_refused(
         rank.update(*calls, partial=True)
     if mode is StagingMode.DEVICE:
         assert model.lm_head.weight.tolist() == [[1.0] * 2] * 4
-
-
-STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
 
 
 def sparse_of(name: str, tensor: torch.Tensor, indices: list[int]) -> Tensors:

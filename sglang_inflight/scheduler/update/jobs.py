@@ -279,9 +279,10 @@ class Jobs:
         self.stop_reading()
         update.check()
         started = time.perf_counter()
-        was_loaded = update.tensors > 0
-        if not was_loaded and not update.may_be_empty:
+        if not (update.tensors or update.may_be_empty or _may_change_nothing(update)):
             raise Refused("the update holds no tensor")
+        # without a tensor, a client of SGLang's may have written the live weights
+        was_loaded = update.tensors > 0 or not update.may_be_empty
         _refuse_fewer_tensors(update)
         # only a rollback needs this digest
         if base_digest is None and self._mode_of(update) is not StagingMode.OFF:
@@ -574,6 +575,11 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
+
+
+def _may_change_nothing(update: Update) -> bool:
+    """Return whether an update without a tensor is a version like the one before it."""
+    return update.partial and update.needs is None and not update.fills_hollow
 
 
 def _refuse_fewer_tensors(update: Update) -> None:
