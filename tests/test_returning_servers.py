@@ -431,6 +431,13 @@ def of_another_layout(folder: Path) -> str:
     return "moe_runner_backend is 'triton' there"
 
 
+def of_another_configuration(folder: Path) -> str:
+    part = json.loads((folder / PART).read_text())
+    part["layout"]["target rope_parameters.rope_theta"] = "1e6"
+    (folder / PART).write_text(json.dumps(part))
+    return "rope_theta is '1e6' there, and '10000.0' here"
+
+
 def without_a_tensor(folder: Path) -> str:
     _rewrite(folder, lambda tensors: tensors.pop("target.lm_head.weight"))
     return "'target.lm_head.weight' is missing"
@@ -486,6 +493,7 @@ DAMAGES = [
     of_another_save,
     of_two_ranks,
     of_another_layout,
+    of_another_configuration,
     without_a_tensor,
     with_another_tensor,
     of_another_shape,

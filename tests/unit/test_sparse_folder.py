@@ -42,6 +42,7 @@ def begin(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         SparseFolderSource(model_path=str(folder)),
         torch.device("cpu"),
         base_version="v1",
+        look=lambda folder: None,
         check=lambda: None,
         rate_limit=UNPACED,
     )

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
 )
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
-from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
@@ -222,6 +223,7 @@ class Jobs:
             tensors=tensors,
             bytes=nbytes,
             quantized=dict(quantized),
+            warnings=tuple(update.warnings),
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
         )
 
@@ -439,7 +441,7 @@ class Jobs:
                 weights = read_disk(
                     source,
                     model.runner,
-                    of_draft=model.role != "target",
+                    look=partial(model.look_at, warn=update.warn),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -471,6 +473,7 @@ class Jobs:
                     source,
                     self._device,
                     base_version=update.base_version,
+                    look=partial(self._look_at_changes, update),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -482,6 +485,11 @@ class Jobs:
         if isinstance(source, GPUMemorySource):
             return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
+
+    def _look_at_changes(self, update: Update, folder: Folder) -> None:
+        for model in self._models:
+            if model.role in update.roles:
+                model.look_at(folder, update.warn)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.

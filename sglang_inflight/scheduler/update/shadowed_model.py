@@ -25,6 +25,7 @@ from sglang_inflight.messages import (
     is_sparse,
 )
 from sglang_inflight.scheduler.memory.host import available_to_this_rank
+from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -73,7 +74,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
     read_quantization_config,
     read_stored,
 )
-from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.sglang_types import get_parallel
@@ -110,6 +111,7 @@ class ShadowedModel:
         self.runner = runner
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
+        self.configuration = ServedConfiguration.of(runner)
         self._parameters = parameters
         self.made_by_forwards = made_by_forwards or MadeByForwards(runner.model)
         # called before each write of a parameter
@@ -225,10 +227,18 @@ class ShadowedModel:
         yield from read_disk(
             DiskSource(model_path=self.runner.model_config.model_path),
             self.runner,
-            of_draft=self.role != "target",
+            look=functools.partial(self.look_at, warn=logger.warning),
             check=check,
             rate_limit=rate_limit,
         )
+
+    def look_at(self, folder: Folder, warn: Callable[[str], None]) -> None:
+        """Raise ``Refused`` if ``folder`` is another model's checkpoint (``check_configuration``).
+
+        A draft loads its part of its target's checkpoint.
+        """
+        if self.role == "target":
+            check_configuration(folder, self.runner, self.configuration, warn)
 
     def build_shadow(
         self,

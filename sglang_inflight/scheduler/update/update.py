@@ -96,6 +96,8 @@ class Update:
         # why a call of this update failed; the update cannot be sealed then
         self.failed: str | None = None
         self.dropped: str | None = None
+        # what the update does not take over from a checkpoint
+        self.warnings: list[str] = []
         self._deadline = float("inf")
 
     def add_digests(self, digests: list[str] | None) -> None:
@@ -106,6 +108,11 @@ class Update:
             return
         before = [] if self.received_digest is None else [self.received_digest]
         self.received_digest = digest_of_all([*before, *digests])
+
+    def warn(self, warning: str) -> None:
+        """Have the receipt say ``warning``, once."""
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
     def allow(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now. Each call renews the deadline."""
