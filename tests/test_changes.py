@@ -280,6 +280,26 @@ def test_base_is_the_version_at_the_sessions_begin(any_server: Server, tmp_path:
     refuse(answer, "base_version", "'v1' is serving", status_code=409)
 
 
+def test_changes_of_other_weights_of_the_same_name_are_refused(
+    any_server: Server, tmp_path: Path
+) -> None:
+    body = tensor_body(marker.tensors(0), **LIVE, partial=False)
+    receipt = succeed(any_server.post(PATH, body))
+    known = [receipt["ranks"][0]["digest"]]
+    folder = write_folder(
+        tmp_path, changes_between(0, 1), base_version="v0", base_digests=["0" * 16, *known]
+    )
+    disk = {**SPARSE, "model_path": str(folder)}
+    other = tensor_body({HEAD: marker.tensors(2)[HEAD]}, **LIVE, weight_version="v0")
+    succeed(any_server.post(PATH, other))
+    before = serving(any_server)
+    refuse(any_server.post(DISK, disk), "base_digests", known[0], status_code=409)
+    assert serving(any_server) == before
+    succeed(any_server.post(PATH, {**body, "weight_version": "v0"}))
+    succeed(any_server.post(DISK, {**disk, "weight_version": "v1"}))
+    expect_served(any_server, 1)
+
+
 def damage(folder: Path) -> None:
     """Change the last byte of the last file."""
     file = folder / "part-1.safetensors"

@@ -314,6 +314,11 @@ def test_other_users_may_read_what_the_manifest_names(tmp_path: Path) -> None:
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
+def test_manifest_names_the_bases_weights(tmp_path: Path) -> None:
+    manifest = write_changes(tmp_path, [], base_version="1", base_digests=["a" * 16, "b" * 16])
+    assert json.loads(manifest.read_text())["base_digests"] == ["a" * 16, "b" * 16]
+
+
 def test_folder_of_an_unchanged_version_has_no_file(tmp_path: Path) -> None:
     write_changes(tmp_path, [], base_version="1")
     assert not list(read_folder(tmp_path))

@@ -8,6 +8,7 @@ rename, split, ignore, copy past ``weight_loader``, or derive tensors from weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,13 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DIRECT
+from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.scheduler.update.update import Update
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 from tests.support.pool import MASKING_LOADER
 from tests.support.rank import Rank
 
@@ -337,6 +339,22 @@ def test_whole_update_of_nothing_is_refused(mode: StagingMode) -> None:
 def test_update_of_nothing_names_no_weights_without_contents(mode: StagingMode) -> None:
     with pytest.raises(Refused, match="the update holds no tensor"):
         rank_of(mode, fresh(Traits(), tensors(1.0))).fill_hollow({})
+
+
+def test_base_of_changes_is_found_by_a_digest_that_nobody_has_computed_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "get_parallel", lambda: SimpleNamespace(pp_rank=0, tp_rank=0))
+    rank = rank_of(StagingMode.CHANGES, fresh(Traits(), tensors(1.0)))
+    rank.update(partial=True)
+    assert rank.base_digest is not None
+    opened: Any = SimpleNamespace(
+        update_id="u", partial=True, may_be_empty=False, in_place=False, asks_digests=False
+    )
+    for digests, is_base in (("0" * 16, rank.base_digest), True), (("0" * 16,), False):
+        update = Update(opened, base_version="v1")
+        with nullcontext() if is_base else pytest.raises(Conflict, match=rank.base_digest):
+            rank._jobs._require_base(update, digests)
 
 
 def test_missing_weight_is_refused() -> None:

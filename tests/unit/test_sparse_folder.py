@@ -37,11 +37,16 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "changes", FIRST, SECOND, base_version="v1")
 
 
-def begin(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def begin(folder: Path, served: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    def require_base(digests: tuple[str, ...]) -> None:
+        if served not in digests:
+            raise Conflict(f"{served} is served, and not {digests}")
+
     return read_sparse_folder(
         SparseFolderSource(model_path=str(folder)),
         torch.device("cpu"),
         base_version="v1",
+        require_base=require_base,
         look=lambda folder: None,
         check=lambda: None,
         rate_limit=UNPACED,
@@ -85,6 +90,14 @@ def test_another_base_version_is_a_conflict(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "changes", FIRST, base_version="v7")
     with pytest.raises(Conflict, match=r"base_version in sparse.json is 'v7', but 'v1' is serving"):
         read(folder)
+
+
+def test_other_weights_of_the_bases_name_are_a_conflict(tmp_path: Path) -> None:
+    a, b, c = ("a" * 16, "b" * 16, "c" * 16)
+    folder = write_folder(tmp_path / "changes", FIRST, base_version="v1", base_digests=[a, b])
+    with pytest.raises(Conflict, match=f"{c} is served"):
+        next(begin(folder, served=c))
+    assert next(begin(folder, served=b))
 
 
 def flip_last_byte(folder: Path) -> None:
@@ -136,6 +149,7 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"format": "another"}, "sparse.json cannot be read"),
     "format version": ({"format_version": 2}, "sparse.json cannot be read"),
     "no base": ({"base_version": None}, "base_version"),
+    "no digest of the base": ({"base_digests": ["zz"]}, "base_digests"),
     "no checksum": ({"files": {"a.safetensors": {"bytes": 1}}}, "sha256"),
     "no digest": ({"files": {"a.safetensors": {**KNOWN, "sha256": "zz"}}}, "sha256"),
     "surplus": ({"files": {}}, "'part-0.safetensors', 'part-1.safetensors' is not in sparse.json"),

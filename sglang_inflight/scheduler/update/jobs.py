@@ -63,9 +63,10 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
 from sglang_inflight.vocabulary.answers import Proof
-from sglang_inflight.vocabulary.errors import Refused, list_names
+from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -473,6 +474,7 @@ class Jobs:
                     source,
                     self._device,
                     base_version=update.base_version,
+                    require_base=partial(self._require_base, update),
                     look=partial(self._look_at_changes, update),
                     check=update.check,
                     rate_limit=self._rate_limit,
@@ -485,6 +487,22 @@ class Jobs:
         if isinstance(source, GPUMemorySource):
             return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
+
+    def _require_base(self, update: Update, digests: tuple[str, ...]) -> None:
+        """Raise ``Conflict`` unless the served weights have one of ``digests``.
+
+        The digests are the first rank's, and a replica's first rank compares them for the others.
+        """
+        parallel = get_parallel()
+        if parallel.pp_rank or parallel.tp_rank:
+            return
+        if update.live_digest is None:
+            update.live_digest = self._read_through(update, set(), set())
+        if update.live_digest not in digests:
+            raise Conflict(
+                f"base_digests are {list_names([*digests])}, and the weights that are served as "
+                f"{update.base_version!r} have the digest {update.live_digest}"
+            )
 
     def _look_at_changes(self, update: Update, folder: Folder) -> None:
         for model in self._models:

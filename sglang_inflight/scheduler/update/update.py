@@ -54,12 +54,13 @@ class Update:
         marks: bool = False,
         mends: frozenset[str] = frozenset(),
         needs: Names | None = None,
+        live_digest: str | None = None,
     ) -> None:
         """``base_version`` is served as the update opens. ``fills_hollow``: no weights are served,
         so the update is written in place. ``marks``: the first update of hollow weights marks all
         of them. ``mends``: the roles of partially written models, which the update must bring.
         ``needs``: the names of tensors without which the update is refused, by role; None if a part
-        of the weights will do.
+        of the weights will do. ``live_digest``: of the served weights, None if unknown.
         """
         self.id = call.update_id
         self.partial = call.partial
@@ -68,6 +69,7 @@ class Update:
         # whether the weights were whole when the loop was held for a write in place
         self.found_clean = False
         self.base_version = base_version
+        self.live_digest = live_digest
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.mends = mends
