@@ -14,6 +14,7 @@ import torch
 from sglang_inflight.messages import SparseFolderSource
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import checkpoint_files
+from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
 from sglang_inflight.vocabulary.errors import Conflict, Refused
@@ -37,7 +38,9 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "changes", FIRST, SECOND, base_version="v1")
 
 
-def begin(folder: Path, served: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def begin(
+    folder: Path, served: str = "", look: Callable[[Folder], None] = lambda folder: None
+) -> Iterator[tuple[str, torch.Tensor]]:
     def require_base(digests: tuple[str, ...]) -> None:
         if served not in digests:
             raise Conflict(f"{served} is served, and not {digests}")
@@ -47,7 +50,7 @@ def begin(folder: Path, served: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         torch.device("cpu"),
         base_version="v1",
         require_base=require_base,
-        look=lambda folder: None,
+        look=look,
         check=lambda: None,
         rate_limit=UNPACED,
     )
@@ -90,6 +93,14 @@ def test_another_base_version_is_a_conflict(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "changes", FIRST, base_version="v7")
     with pytest.raises(Conflict, match=r"base_version in sparse.json is 'v7', but 'v1' is serving"):
         read(folder)
+
+
+def test_folder_of_another_model_is_refused_before_the_first_tensor(folder: Path) -> None:
+    def look(folder: Folder) -> None:
+        raise Refused("another model's")
+
+    with pytest.raises(Refused, match=r"checkpoint '.*changes': another model's"):
+        next(begin(folder, look=look))
 
 
 def test_other_weights_of_the_bases_name_are_a_conflict(tmp_path: Path) -> None:
