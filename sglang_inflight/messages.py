@@ -235,6 +235,8 @@ class Staged(RankAnswer, kw_only=True):
     saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)
+    # of the update so far
+    warnings: tuple[str, ...] = ()
     # digest of the call's tensors as they came, if the call asks for it
     received_digest: str | None = None
 

@@ -303,6 +303,22 @@ def test_checkpoint_of_another_architecture_is_refused(untouched: Untouched, fol
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_theta": 1e6}, ("rope_theta is 1000000.0 there", "10000.0 here")),
+        ({"rms_norm_eps": 0.1}, ("rms_norm_eps is 0.1 there", "1e-06 here")),
+        ({"num_hidden_layers": 1}, ("num_hidden_layers is 1 there",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config",)),
+    ],
+)
+def test_checkpoint_of_another_computation_is_refused(
+    untouched: Untouched, folder: Path, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    (folder / "config.json").write_text(json.dumps({**marker.CONFIG, **change}))
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", *words)
+
+
 def test_config_of_invalid_json_is_refused(untouched: Untouched, folder: Path) -> None:
     (folder / "config.json").write_text("{")
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")

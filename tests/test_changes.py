@@ -155,6 +155,55 @@ def test_many_sparse_updates_end_with_the_digest_of_a_whole_one(any_server: Serv
     expect_digest_of_whole(any_server, versions[-1])
 
 
+def send_no_session_pieces(server: Server, folder: Path, **fields: Any) -> Any:
+    session = succeed(server.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
+    return server.post("/end_weight_update", {"session_id": session, **fields})
+
+
+def send_folder_of_no_changes(server: Server, folder: Path, **fields: Any) -> Any:
+    same = marker.tensors(0)
+    write_changes(folder, changes_since(same, same), base_version="v0")
+    return server.post(DISK, {**SPARSE, "model_path": str(folder), **fields})
+
+
+def send_no_tensors(server: Server, folder: Path, **fields: Any) -> Any:
+    return server.post(PATH, {**tensor_body({}), **fields})
+
+
+def send_no_changes(server: Server, folder: Path, **fields: Any) -> Any:
+    return server.post(PATH, {**tensor_body({}), **SPARSE, **fields})
+
+
+NOTHING = [
+    send_no_tensors,
+    send_no_changes,
+    send_no_session_pieces,
+    send_folder_of_no_changes,
+]
+
+
+@pytest.mark.parametrize("send", NOTHING, ids=lambda send: send.__name__)
+def test_update_of_nothing_is_a_version_of_the_same_weights(
+    any_server: Server, tmp_path: Path, send: Callable[..., Any]
+) -> None:
+    succeed(any_server.post(PATH, tensor_body(marker.tensors(0), **LIVE)))
+    epoch, digest = serving(any_server)[0][3:]
+    fields = {"non_blocking": True, "kv_cache": "fence", "weight_version": "v1"}
+    receipt = succeed(send(any_server, tmp_path, **fields))
+    assert (receipt["weight_version"], receipt["epoch"]) == ("v1", epoch + 1)
+    assert (receipt["tensors"], receipt["ranks"][0]["digest"]) == (0, digest)
+    assert serving(any_server)[0][2:] == ("v1", epoch + 1, digest)
+    expect_served(any_server, 0)
+    succeed(any_server.post("/inflight/rollback", {}))
+    assert serving(any_server)[0][2:] == ("v0", epoch + 2, digest)
+
+
+def test_whole_update_of_nothing_is_refused(any_server: Server) -> None:
+    before = serving(any_server)
+    refuse(any_server.post(PATH, tensor_body({}, **LIVE, partial=False)), "holds no tensor")
+    assert serving(any_server) == before
+
+
 def test_positions_come_in_any_order(normal_loop_server: Server) -> None:
     sparse = {name: tensor.flip(0) for name, tensor in changes_between(0, 1).items()}
     succeed(normal_loop_server.post(PATH, tensor_body(sparse, **SPARSE)))
@@ -257,6 +306,26 @@ def test_base_is_the_version_at_the_sessions_begin(any_server: Server, tmp_path:
     folder = write_folder(tmp_path / "again", head, base_version="v0")
     answer = any_server.post(DISK, {**SPARSE, "model_path": str(folder)})
     refuse(answer, "base_version", "'v1' is serving", status_code=409)
+
+
+def test_changes_of_other_weights_of_the_same_name_are_refused(
+    any_server: Server, tmp_path: Path
+) -> None:
+    body = tensor_body(marker.tensors(0), **LIVE, partial=False)
+    receipt = succeed(any_server.post(PATH, body))
+    known = [receipt["ranks"][0]["digest"]]
+    folder = write_folder(
+        tmp_path, changes_between(0, 1), base_version="v0", base_digests=["0" * 16, *known]
+    )
+    disk = {**SPARSE, "model_path": str(folder)}
+    other = tensor_body({HEAD: marker.tensors(2)[HEAD]}, **LIVE, weight_version="v0")
+    succeed(any_server.post(PATH, other))
+    before = serving(any_server)
+    refuse(any_server.post(DISK, disk), "base_digests", known[0], status_code=409)
+    assert serving(any_server) == before
+    succeed(any_server.post(PATH, {**body, "weight_version": "v0"}))
+    succeed(any_server.post(DISK, {**disk, "weight_version": "v1"}))
+    expect_served(any_server, 1)
 
 
 def damage(folder: Path) -> None:

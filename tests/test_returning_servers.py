@@ -32,6 +32,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHANGES
+from tests.support.served import describe_tensors
 from tests.support.stalled_mount import stalled_mount
 from tests.support.updates import (
     LIVE,
@@ -430,6 +431,13 @@ def of_another_layout(folder: Path) -> str:
     return "moe_runner_backend is 'triton' there"
 
 
+def of_another_configuration(folder: Path) -> str:
+    part = json.loads((folder / PART).read_text())
+    part["layout"]["target rope_parameters.rope_theta"] = "1e6"
+    (folder / PART).write_text(json.dumps(part))
+    return "rope_theta is '1e6' there, and '10000.0' here"
+
+
 def without_a_tensor(folder: Path) -> str:
     _rewrite(folder, lambda tensors: tensors.pop("target.lm_head.weight"))
     return "'target.lm_head.weight' is missing"
@@ -448,7 +456,7 @@ def of_another_shape(folder: Path) -> str:
     return "'target.lm_head.weight' is torch.bfloat16 of shape"
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / TENSORS)
@@ -457,6 +465,24 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads((folder / "served.json").read_text())
     manifest["ranks"]["pp0-tp0"]["bytes"] = (folder / TENSORS).stat().st_size
     (folder / "served.json").write_text(json.dumps(manifest))
+    return tensors
+
+
+def with_nan(folder: Path) -> str:
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["target.lm_head.weight"][0, 0] = float("nan")
+
+    tensors = _rewrite(folder, spoil)
+    part = json.loads((folder / PART).read_text())
+    # in the order of the rank's digest
+    describe_tensors(folder, {name: tensors[name] for name in part["tensors"]})
+    return "'target.lm_head.weight' holds NaN or infinity"
+
+
+def of_an_unprintable_version(folder: Path) -> str:
+    manifest = json.loads((folder / "served.json").read_text())
+    (folder / "served.json").write_text(json.dumps(manifest | {"weight_version": "v2\0"}))
+    return "some of them not printable"
 
 
 DAMAGES = [
@@ -467,9 +493,12 @@ DAMAGES = [
     of_another_save,
     of_two_ranks,
     of_another_layout,
+    of_another_configuration,
     without_a_tensor,
     with_another_tensor,
     of_another_shape,
+    with_nan,
+    of_an_unprintable_version,
 ]
 
 

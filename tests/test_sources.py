@@ -78,6 +78,17 @@ def test_update_reads_each_checkpoint_format(
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_end_token_that_is_not_taken_over_is_told_in_the_receipt(
+    server: Server, folder: Path
+) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    receipt = succeed(server.post(DISK, {**V1, "model_path": str(folder)}))
+    (warning,) = receipt["warnings"]
+    assert "[2, 9]" in warning
+    (folder / "generation_config.json").unlink()
+    assert succeed(server.post(DISK, {**V1, "model_path": str(folder)}))["warnings"] == []
+
+
 def test_update_ignores_files_missing_from_the_index(server: Server, tmp_path: Path) -> None:
     """Some published models hold the shards and the whole; here the whole is another version."""
     folder = marker.build(tmp_path / "v1", 1, shards=3)

@@ -112,12 +112,26 @@ def test_calls_out_of_order_are_refused(
     weight_dir = {"weight_dir": "/anywhere"}
     vllm.refuse("/update_weights", "finish_weight_update commits", status=409, json=weight_dir)
     vllm.refuse("/shutdown_weight_transfer_engine", "going on", status=409)
-    vllm.refuse("/finish_weight_update", "no tensor")
+    vllm_server.post("/abort_weight_update", {})
     vllm.refuse("/finish_weight_update", "no weight update")
     vllm.refuse(
         "/update_weights", "start_weight_update", "join anew", json={"update_info": update_info(1)}
     )
     assert serving(vllm_server) == before
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+@pytest.mark.parametrize("updates", [[], [patch_info({})]], ids=["no call", "no tensor"])
+def test_update_of_nothing_is_a_version_of_the_same_weights(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer, updates: list[dict[str, Any]]
+) -> None:
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.post("/start_weight_update")
+    for info in updates:
+        vllm.post("/update_weights", {"update_info": info})
+    vllm.post("/finish_weight_update", {"weight_version": "v1"})
+    assert vllm.get("/weight_info") == {"weight_version": "v1"}
+    expect_served(vllm_server, 0)
     vllm.shutdown_weight_transfer_engine(trainer)
 
 

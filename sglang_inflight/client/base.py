@@ -84,7 +84,6 @@ class Version:
         dtype, or no such value. Raises ``NotFromBase`` at the end if a tensor is missing, unless
         the update is ``partial``.
         """
-        is_empty = True
         for name, tensor in self._take():
             change = self._snapshot.follow(name, tensor)
             self._taken.append(name)
@@ -92,15 +91,8 @@ class Version:
                 yield Piece.whole(name, tensor)
             elif len(change.indices):
                 yield Piece.sparse(name, change)
-            else:
-                continue
-            is_empty = False
         if not partial:
             self._require_all()
-        if is_empty and self._taken:
-            # a session ends with a piece, and the smallest costs least
-            smallest = min(self._taken, key=lambda name: self._snapshot[name].nbytes)
-            yield Piece.whole(smallest, self._snapshot[smallest])
 
     def whole(self) -> Iterator[Piece]:
         """Make the snapshot anew, and yield all tensors, those taken before too."""

@@ -31,11 +31,14 @@ def write_changes(
     changes: Iterable[NamedTensor],
     *,
     base_version: str,
+    base_digests: Iterable[str] = (),
     file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Write ``changes``, as ``changes_since`` yields them, and return the manifest's path.
 
-    ``base_version`` is the label of the version that the changes were found against. A file takes
+    ``base_version`` is the label of the version that the changes were found against.
+    ``base_digests`` are digests of that version, ``receipt.ranks[0].digest`` of its update: one for
+    each layout of servers. A server that serves none of them takes no changes. A file takes
     at most ``file_bytes``, or the changes of one larger tensor. The changes of one file are held in
     memory. Each file appears under its name when it is whole. ``folder`` is made if missing. Files
     that an earlier call left without a manifest are removed.
@@ -62,6 +65,7 @@ def write_changes(
         format_version=1,
         base_version=base_version,
         files=files,
+        base_digests=tuple(base_digests),
     )
     with _appearing_whole(folder / MANIFEST) as unfinished:
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))

@@ -298,6 +298,8 @@ class Receipt(Answer, frozen=True, kw_only=True):
     staged_as: StagedChanges | None = None
     # how many tensors were quantized on arrival, by what came and what is served
     quantized: dict[str, int] = {}
+    # what the update has not taken over from a checkpoint, in sentences
+    warnings: tuple[str, ...] = ()
     ranks: tuple[RankReceipt, ...]
 
 

@@ -64,6 +64,9 @@ class PauseBody(Body, kw_only=True):
     # what becomes of requests that arrive in the pause; None: "queue", or a renewed pause's own
     new_requests: NewRequests | None = None
 
+    def __post_init__(self) -> None:
+        check_name("new_id", self.new_id)
+
 
 class WaitBody(Body, kw_only=True):
     """A wait for an epoch, at least, or for a version's name, or both."""
@@ -251,6 +254,9 @@ class BeginBody(Body, kw_only=True):
     # compute the digest of all tensors of the session
     received_digest: bool = False
 
+    def __post_init__(self) -> None:
+        check_name("new_id", self.new_id)
+
 
 class SealBody(Body, kw_only=True):
     session_id: Name | None = None
@@ -320,6 +326,9 @@ class JoinGroupBody(Rendezvous, kw_only=True):
     group_name: Name = DEFAULT_GROUP
     backend: Name = "nccl"
 
+    def __post_init__(self) -> None:
+        check_name("group_name", self.group_name)
+
 
 class LeaveGroupBody(Body, kw_only=True):
     sglang = "DestroyWeightsUpdateGroupReqInput"
@@ -337,6 +346,12 @@ def check_version(name: str | None) -> None:
             f"{name[:40]!r} has {len(name)}"
             + ("" if name.isprintable() else ", some of them not printable")
         )
+
+
+def check_name(field: str, name: str | None) -> None:
+    """Raise ``Refused`` if ``name``, new in ``field``, is unprintable for answers and logs."""
+    if name is not None and not name.isprintable():
+        raise Refused(f"{field} {name[:40]!r} has characters that are not printable")
 
 
 def check_folder(path: str) -> None:
@@ -383,6 +398,7 @@ class LoadAdapterBody(Body, kw_only=True):
     kv_cache: AdapterKVPolicy | None = None
 
     def __post_init__(self) -> None:
+        check_name("lora_name", self.lora_name)
         check_version(self.adapter_version)
         if self.running == "move" and not self.replace:
             raise Refused('running="move" needs replace=true: a new name has no requests to move')

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sglang_inflight.vocabulary.bodies import DigestText, Name, Version
+from sglang_inflight.vocabulary.bodies import DigestText, Name, Version, check_version
 
 MANIFEST = "served.json"
 Format = Literal["sglang-inflight-served"]
@@ -38,6 +38,9 @@ class Manifest(msgspec.Struct, frozen=True):
     save_id: Name
     weight_version: Version
     ranks: dict[str, SavedRank]
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
 
 
 class RankPart(msgspec.Struct, frozen=True):

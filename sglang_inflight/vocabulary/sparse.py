@@ -4,7 +4,7 @@
 folder has safetensors files of such pairs, and a manifest:
 
     sparse.json  {"format": "sglang-inflight-sparse", "format_version": 1,
-                  "base_version": "<version>",
+                  "base_version": "<version>", "base_digests": ["<hex>", ...],
                   "files": {"<name>.safetensors": {"sha256": "<hex>", "bytes": N}, ...}}
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sglang_inflight.vocabulary.bodies import Name
+from sglang_inflight.vocabulary.bodies import DigestText, Version, check_version
 
 INDICES = ".indices"
 VALUES = ".values"
@@ -26,10 +26,18 @@ class ManifestFile(msgspec.Struct):
     bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Manifest(msgspec.Struct):
-    """``base_version`` is the label of the version that the folder changes."""
+class Manifest(msgspec.Struct, omit_defaults=True):
+    """``base_version`` is the label of the version that the folder changes.
+
+    A label may be on other weights, too. ``base_digests`` has the digest of the first rank that
+    serves the version, as in its receipt, for each layout of servers; empty: the label is enough.
+    """
 
     format: Literal["sglang-inflight-sparse"]
     format_version: Literal[1]
-    base_version: Name
+    base_version: Version
     files: dict[str, ManifestFile]
+    base_digests: tuple[DigestText, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_version(self.base_version)

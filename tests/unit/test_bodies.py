@@ -13,7 +13,7 @@ from sglang.srt.managers import io_struct
 
 from sglang_inflight.frontend.as_sglang import decode, sglangs_class
 from sglang_inflight.frontend.workers.forward import AbortBody
-from sglang_inflight.vocabulary import bodies
+from sglang_inflight.vocabulary import bodies, sparse
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -165,6 +165,28 @@ def test_unprintable_version_is_refused(name: str) -> None:
         lambda: bodies.RollbackBody(weight_version=name),
         lambda: bodies.NameBody(new_version=name),
         lambda: bodies.LoadFolderBody(lora_name="a", lora_path="/there", adapter_version=name),
+    ):
+        with pytest.raises(Refused, match="printable"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u202eb", "a\0b"])
+def test_unprintable_name_of_anything_new_is_refused(name: str) -> None:
+    rendezvous: dict[str, Any] = {
+        "master_address": "there",
+        "master_port": 1,
+        "rank_offset": 1,
+        "world_size": 2,
+    }
+    for make in (
+        lambda: bodies.PauseBody(new_id=name),
+        lambda: bodies.BeginBody(new_id=name),
+        lambda: bodies.JoinGroupBody(group_name=name, **rendezvous),
+        lambda: bodies.LoadFolderBody(lora_name=name, lora_path="/there"),
+        lambda: bodies.LoadTensorsBody(lora_name=name, config_dict={}, serialized_named_tensors=[]),
+        lambda: sparse.Manifest(
+            format="sglang-inflight-sparse", format_version=1, base_version=name, files={}
+        ),
     ):
         with pytest.raises(Refused, match="printable"):
             make()

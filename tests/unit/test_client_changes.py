@@ -198,10 +198,9 @@ def test_tensor_goes_whole_if_a_change_is_larger_or_not_taken() -> None:
     assert all(are_same(snapshot[name], tensor) for name, tensor in new.items())
 
 
-def test_unchanged_version_sends_its_smallest_tensor() -> None:
+def test_unchanged_version_sends_nothing() -> None:
     weights = {"large": torch.zeros(100), "small": torch.zeros(10)}
-    (piece,) = Version(weights.items(), Snapshot(weights)).changes(partial=False)
-    assert [name for name, _ in piece.tensors] == ["small"]
+    assert not list(Version(weights.items(), Snapshot(weights)).changes(partial=False))
 
 
 def test_missing_tensor_ends_the_changes_of_a_whole_version() -> None:
@@ -313,6 +312,11 @@ def test_other_users_may_read_what_the_manifest_names(tmp_path: Path) -> None:
     write_changes(tmp_path, changes, base_version="1")
     (tmp_path / "other").touch()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+def test_manifest_names_the_bases_weights(tmp_path: Path) -> None:
+    manifest = write_changes(tmp_path, [], base_version="1", base_digests=["a" * 16, "b" * 16])
+    assert json.loads(manifest.read_text())["base_digests"] == ["a" * 16, "b" * 16]
 
 
 def test_folder_of_an_unchanged_version_has_no_file(tmp_path: Path) -> None:

@@ -315,6 +315,17 @@ def test_partial_update_brings_whole_modules_and_leaves_the_others() -> None:
     assert rank.is_as(served(0, changed=sent))
 
 
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_update_of_nothing_leaves_the_served_model_and_can_be_rolled_back(form: str) -> None:
+    rank = Rank(form)
+    rank.begin(is_partial=True)
+    rank.load([])
+    swap = rank.seal()
+    for _ in range(2):
+        swap.make()
+        assert rank.is_as(served(0))
+
+
 def test_tensor_sent_twice_counts_as_sent_last() -> None:
     rank = Rank()
     rank.begin()

@@ -8,6 +8,7 @@ rename, split, ignore, copy past ``weight_loader``, or derive tensors from weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,13 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DIRECT
+from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
+from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.scheduler.update.update import Update
-from sglang_inflight.vocabulary.errors import Refused, Unproven
+from sglang_inflight.vocabulary.errors import Conflict, Refused, Unproven
 from tests.support.pool import MASKING_LOADER
 from tests.support.rank import Rank
 
@@ -162,6 +165,7 @@ def no_grad() -> Iterator[None]:
 BOTH_MODES = pytest.mark.parametrize(
     "mode", [StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF]
 )
+STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
 traits_of_loaders = st.builds(
     Traits, gathers=st.booleans(), caches=st.booleans(), clones=st.booleans()
 )
@@ -309,6 +313,48 @@ def test_hollow_weights_need_no_tensor_in_no_checkpoint() -> None:
     assert rank.fill_hollow(tensors(2.0, names[:4])) > 0
     assert rank.fill_hollow(tensors(2.0, names[4:])) == 0
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(2.0)))
+
+
+@BOTH_MODES
+def test_update_of_nothing_is_a_version_of_the_same_weights(mode: StagingMode) -> None:
+    model = fresh(Traits(), tensors(1.0))
+    rank = rank_of(mode, model)
+    rank.update(tensors(2.0))
+    before, first = tensors_read_by_forward(model), rank.digest
+    for calls in list[Tensors](), [Tensors()]:
+        rank.update(*calls, partial=True)
+        assert rank.digest == first
+        assert are_equal(tensors_read_by_forward(model), before)
+        rank.roll_back()
+        assert are_equal(tensors_read_by_forward(model), before)
+
+
+@BOTH_MODES
+def test_whole_update_of_nothing_is_refused(mode: StagingMode) -> None:
+    with pytest.raises(Refused, match="the update holds no tensor"):
+        rank_of(mode, fresh(Traits(), tensors(1.0))).update({}, partial=False)
+
+
+@BOTH_MODES
+def test_update_of_nothing_names_no_weights_without_contents(mode: StagingMode) -> None:
+    with pytest.raises(Refused, match="the update holds no tensor"):
+        rank_of(mode, fresh(Traits(), tensors(1.0))).fill_hollow({})
+
+
+def test_base_of_changes_is_found_by_a_digest_that_nobody_has_computed_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "get_parallel", lambda: SimpleNamespace(pp_rank=0, tp_rank=0))
+    rank = rank_of(StagingMode.CHANGES, fresh(Traits(), tensors(1.0)))
+    rank.update(partial=True)
+    assert rank.base_digest is not None
+    opened: Any = SimpleNamespace(
+        update_id="u", partial=True, may_be_empty=False, in_place=False, asks_digests=False
+    )
+    for digests, is_base in (("0" * 16, rank.base_digest), True), (("0" * 16,), False):
+        update = Update(opened, base_version="v1")
+        with nullcontext() if is_base else pytest.raises(Conflict, match=rank.base_digest):
+            rank._jobs._require_base(update, digests)
 
 
 def test_missing_weight_is_refused() -> None:
@@ -462,9 +508,6 @@ def test_tied_head_unlike_embeddings_is_refused(
         assert model.lm_head.weight.tolist() == [[1.0] * 2] * 4
 
 
-STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
-
-
 def sparse_of(name: str, tensor: torch.Tensor, indices: list[int]) -> Tensors:
     at = torch.tensor(indices, dtype=torch.int32)
     return {f"{name}.indices": at, f"{name}.values": tensor.view(-1)[at.long()].clone()}
@@ -587,3 +630,15 @@ def test_weight_that_cannot_be_staged_is_named_and_left_to_an_update_in_place(
     assert not model.plain.any()
     Rank(StagingMode.OFF, model, served=shapes).update(new)
     assert model.scale.all()
+
+
+def test_second_pair_for_a_tensor_in_one_sparse_call_is_refused() -> None:
+    """The last value would win where both pairs name a position."""
+    pairs = [
+        pair
+        for version in (1.0, 2.0)
+        for pair in sparse_of("plain", tensors(version)["plain"], [2]).items()
+    ]
+    filled = fill_in(pairs, {"plain": (4,)}, {}, lambda name, largest: None)
+    with pytest.raises(Refused, match="sparse tensor 'plain' came twice in one call"):
+        list(filled)

@@ -14,6 +14,7 @@ import torch
 from sglang_inflight.messages import SparseFolderSource
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import checkpoint_files
+from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
 from sglang_inflight.vocabulary.errors import Conflict, Refused
@@ -37,11 +38,19 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "changes", FIRST, SECOND, base_version="v1")
 
 
-def begin(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def begin(
+    folder: Path, served: str = "", look: Callable[[Folder], None] = lambda folder: None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    def require_base(digests: tuple[str, ...]) -> None:
+        if served not in digests:
+            raise Conflict(f"{served} is served, and not {digests}")
+
     return read_sparse_folder(
         SparseFolderSource(model_path=str(folder)),
         torch.device("cpu"),
         base_version="v1",
+        require_base=require_base,
+        look=look,
         check=lambda: None,
         rate_limit=UNPACED,
     )
@@ -84,6 +93,22 @@ def test_another_base_version_is_a_conflict(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "changes", FIRST, base_version="v7")
     with pytest.raises(Conflict, match=r"base_version in sparse.json is 'v7', but 'v1' is serving"):
         read(folder)
+
+
+def test_folder_of_another_model_is_refused_before_the_first_tensor(folder: Path) -> None:
+    def look(folder: Folder) -> None:
+        raise Refused("another model's")
+
+    with pytest.raises(Refused, match=r"checkpoint '.*changes': another model's"):
+        next(begin(folder, look=look))
+
+
+def test_other_weights_of_the_bases_name_are_a_conflict(tmp_path: Path) -> None:
+    a, b, c = ("a" * 16, "b" * 16, "c" * 16)
+    folder = write_folder(tmp_path / "changes", FIRST, base_version="v1", base_digests=[a, b])
+    with pytest.raises(Conflict, match=f"{c} is served"):
+        next(begin(folder, served=c))
+    assert next(begin(folder, served=b))
 
 
 def flip_last_byte(folder: Path) -> None:
@@ -135,6 +160,7 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"format": "another"}, "sparse.json cannot be read"),
     "format version": ({"format_version": 2}, "sparse.json cannot be read"),
     "no base": ({"base_version": None}, "base_version"),
+    "no digest of the base": ({"base_digests": ["zz"]}, "base_digests"),
     "no checksum": ({"files": {"a.safetensors": {"bytes": 1}}}, "sha256"),
     "no digest": ({"files": {"a.safetensors": {**KNOWN, "sha256": "zz"}}}, "sha256"),
     "surplus": ({"files": {}}, "'part-0.safetensors', 'part-1.safetensors' is not in sparse.json"),

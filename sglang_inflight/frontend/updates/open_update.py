@@ -100,6 +100,8 @@ class OpenUpdate:
     bytes: int = 0
     # how many tensors were quantized on arrival, by what came and what is served
     quantized: Counter[str] = field(default_factory=Counter)
+    # what the ranks did not take over from a checkpoint
+    warnings: tuple[str, ...] = ()
     # digest of all tensors that came to each rank, None if the ranks do not know it
     received: dict[Rank, str | None] = field(default_factory=dict)
     # checkpoint of an update from disk
@@ -207,6 +209,9 @@ class OpenUpdate:
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
         self.quantized.update(staged[0].quantized)
+        # each once, in their order
+        said = [*self.warnings, *(warning for rank in staged for warning in rank.warnings)]
+        self.warnings = tuple(dict.fromkeys(said))
         saved = {rank.saved for rank in staged}
         if len(saved) > 1:
             raise Refused("the ranks have read different saves: the folder was written meanwhile")
@@ -327,6 +332,7 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         retracted=sum(rank.retracted for rank in committed),
         staged_as=update.staged_as if update is not None else None,
         quantized=dict(update.quantized) if update is not None else {},
+        warnings=update.warnings if update is not None else (),
         ranks=tuple(
             RankReceipt(
                 dp_rank=rank.dp_rank,

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,16 +69,17 @@ from sglang_inflight.scheduler.update.sources.batches import (
 )
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
-from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
 from sglang_inflight.vocabulary.answers import Proof
-from sglang_inflight.vocabulary.errors import Refused, list_names
+from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -255,6 +257,7 @@ class Jobs:
             tensors=tensors,
             bytes=nbytes,
             quantized=dict(quantized),
+            warnings=tuple(update.warnings),
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
         )
 
@@ -277,6 +280,7 @@ class Jobs:
             self._weights(self._all_roles),
             self._layout,
             in_place=self._mode_of(update) is StagingMode.OFF,
+            check_finite=self._check_finite,
             count=count,
             check=update.check,
             rate_limit=self._rate_limit,
@@ -311,9 +315,10 @@ class Jobs:
         self.stop_reading()
         update.check()
         started = time.perf_counter()
-        was_loaded = update.tensors > 0
-        if not was_loaded and not update.may_be_empty:
+        if not (update.tensors or update.may_be_empty or _may_change_nothing(update)):
             raise Refused("the update holds no tensor")
+        # without a tensor, a client of SGLang's may have written the live weights
+        was_loaded = update.tensors > 0 or not update.may_be_empty
         _refuse_fewer_tensors(update)
         # only a rollback needs this digest
         if base_digest is None and self._mode_of(update) is not StagingMode.OFF:
@@ -515,7 +520,7 @@ class Jobs:
                 weights = read_disk(
                     source,
                     model.runner,
-                    of_draft=model.role != "target",
+                    look=partial(model.look_at, warn=update.warn),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -547,6 +552,8 @@ class Jobs:
                     source,
                     self._device,
                     base_version=update.base_version,
+                    require_base=partial(self._require_base, update),
+                    look=partial(self._look_at_changes, update),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -558,6 +565,27 @@ class Jobs:
         if isinstance(source, GPUMemorySource):
             return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
+
+    def _require_base(self, update: Update, digests: tuple[str, ...]) -> None:
+        """Raise ``Conflict`` unless the served weights have one of ``digests``.
+
+        The digests are the first rank's, and a replica's first rank compares them for the others.
+        """
+        parallel = get_parallel()
+        if parallel.pp_rank or parallel.tp_rank:
+            return
+        if update.live_digest is None:
+            update.live_digest = self._read_through(update, set(), set())
+        if update.live_digest not in digests:
+            raise Conflict(
+                f"base_digests are {list_names([*digests])}, and the weights that are served as "
+                f"{update.base_version!r} have the digest {update.live_digest}"
+            )
+
+    def _look_at_changes(self, update: Update, folder: Folder) -> None:
+        for model in self._models:
+            if model.role in update.roles:
+                model.look_at(folder, update.warn)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.
@@ -651,6 +679,11 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
+
+
+def _may_change_nothing(update: Update) -> bool:
+    """Return whether an update without a tensor is a version like the one before it."""
+    return update.partial and update.needs is None and not update.fills_hollow
 
 
 def _refuse_fewer_tensors(update: Update) -> None:

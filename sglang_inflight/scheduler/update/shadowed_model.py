@@ -25,6 +25,7 @@ from sglang_inflight.messages import (
     is_sparse,
 )
 from sglang_inflight.scheduler.memory.host import available_to_this_rank
+from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -76,7 +77,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
     read_quantization_config,
     read_stored,
 )
-from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.sglang_types import get_parallel
@@ -120,6 +121,7 @@ class ShadowedModel:
         self.runner = runner
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
+        self.configuration = ServedConfiguration.of(runner)
         self._parameters = parameters
         self.made_by_forwards = made_by_forwards or MadeByForwards(runner.model)
         # called before each write of a parameter
@@ -302,10 +304,18 @@ class ShadowedModel:
         yield from read_disk(
             DiskSource(model_path=self.runner.model_config.model_path),
             self.runner,
-            of_draft=self.role != "target",
+            look=functools.partial(self.look_at, warn=logger.warning),
             check=check,
             rate_limit=rate_limit,
         )
+
+    def look_at(self, folder: Folder, warn: Callable[[str], None]) -> None:
+        """Raise ``Refused`` if ``folder`` is another model's checkpoint (``check_configuration``).
+
+        A draft loads its part of its target's checkpoint.
+        """
+        if self.role == "target":
+            check_configuration(folder, self.runner, self.configuration, warn)
 
     def build_shadow(
         self,
@@ -615,8 +625,6 @@ class ShadowedModel:
                     f"load_format 'sparse': SGLang finishes the {self.role} model after loading, "
                     "and the loaded form of its weights is gone: send whole tensors"
                 )
-            said = source.full_shapes if isinstance(source, DistributedSource) else {}
-            weights = fill_in(weights, self.served, said)
             # NaN is what was not sent
             check_finite = False
         dataflow = Dataflow(
@@ -637,6 +645,9 @@ class ShadowedModel:
             rate_limit=rate_limit,
         )
         self._checks, self._is_sparse = checks, is_sparse(source)
+        if self._is_sparse:
+            said = source.full_shapes if isinstance(source, DistributedSource) else {}
+            weights = fill_in(weights, self.served, said, checks.note_magnitude)
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
@@ -698,6 +709,7 @@ class ShadowedModel:
             )
         if write.target.kind is Kind.WEIGHT:
             self._checks.refuse_wrong_dtype(write)
+            self._checks.refuse_too_large(write)
             self._written.add(write.memory)
         self.shadow.note_write(write)
         self.on_write()

@@ -182,6 +182,7 @@ class Staging:
             marks=marks,
             mends=torn,
             needs=self._names if call.as_before else None,
+            live_digest=self._live.digest,
         )
         self._live.is_marked = is_hollow
         self._live.lose_previous()

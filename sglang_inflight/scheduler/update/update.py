@@ -54,12 +54,13 @@ class Update:
         marks: bool = False,
         mends: frozenset[str] = frozenset(),
         needs: Names | None = None,
+        live_digest: str | None = None,
     ) -> None:
         """``base_version`` is served as the update opens. ``fills_hollow``: no weights are served,
         so the update is written in place. ``marks``: the first update of hollow weights marks all
         of them. ``mends``: the roles of partially written models, which the update must bring.
         ``needs``: the names of tensors without which the update is refused, by role; None if a part
-        of the weights will do.
+        of the weights will do. ``live_digest``: of the served weights, None if unknown.
         """
         self.id = call.update_id
         self.partial = call.partial
@@ -68,6 +69,7 @@ class Update:
         # whether the weights were whole when the loop was held for a write in place
         self.found_clean = False
         self.base_version = base_version
+        self.live_digest = live_digest
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.mends = mends
@@ -96,6 +98,8 @@ class Update:
         # why a call of this update failed; the update cannot be sealed then
         self.failed: str | None = None
         self.dropped: str | None = None
+        # what the update does not take over from a checkpoint
+        self.warnings: list[str] = []
         self._deadline = float("inf")
 
     def add_digests(self, digests: list[str] | None) -> None:
@@ -106,6 +110,11 @@ class Update:
             return
         before = [] if self.received_digest is None else [self.received_digest]
         self.received_digest = digest_of_all([*before, *digests])
+
+    def warn(self, warning: str) -> None:
+        """Have the receipt say ``warning``, once."""
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
     def allow(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now. Each call renews the deadline."""

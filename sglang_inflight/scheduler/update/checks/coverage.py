@@ -27,12 +27,18 @@ def can_mark(tensor: torch.Tensor) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a floating-point ``tensor`` holds neither NaN nor infinity."""
+    return math.isfinite(largest_magnitude(tensor))
+
+
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude in a floating-point ``tensor``, NaN if it holds one."""
     if tensor.numel() == 0:
-        return True
+        return 0.0
     # one pass without extra memory: NaN and infinity show in the minimum or the maximum
     low, high = torch.aminmax(tensor)
     # one read for both: each read waits for the device
-    return all(map(math.isfinite, torch.stack((low, high)).tolist()))
+    ends: list[float] = torch.stack((low, high)).tolist()
+    return max(map(abs, ends))
 
 
 def mark(tensor: torch.Tensor) -> None:

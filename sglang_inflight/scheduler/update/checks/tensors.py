@@ -5,13 +5,14 @@ A head tied to the embeddings is compared with these embeddings.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
@@ -20,6 +21,8 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# every one of these dtypes holds a magnitude up to here
+_HELD_BY_ALL = torch.finfo(torch.float16).max
 _HEADS = ("lm_head.weight",)
 # in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
 _EMBEDDINGS = (
@@ -84,6 +87,8 @@ class TensorChecks:
         self._unknown: dict[str, weakref.ref[torch.Tensor]] = {}
         # the tensor received last in each storage, by ``memory_key``
         self._last_in: dict[int, weakref.ref[torch.Tensor]] = {}
+        # the largest magnitude in each tensor that not every dtype can hold
+        self._large: dict[str, float] = {}
         self.tensors = 0
         self.bytes = 0
         # how many tensors were quantized, by what came and what it became
@@ -111,6 +116,24 @@ class TensorChecks:
                 "takes float16, bfloat16, float32 or float64"
             )
 
+    def note_magnitude(self, name: str, largest: float) -> None:
+        """Remember the largest magnitude of a tensor for ``refuse_too_large``."""
+        if largest > _HELD_BY_ALL:
+            self._large[name] = largest
+
+    def refuse_too_large(self, write: Write) -> None:
+        """Raise ``Refused`` if a tensor's value would be infinite in the weight that it reaches."""
+        if write.dtype not in FLOATS:
+            return
+        for name in sorted(write.names & self._large.keys()):
+            largest = torch.tensor(self._large[name], dtype=torch.float64)
+            if largest.to(write.dtype).isinf():
+                raise Refused(
+                    f"tensor {shorten(name)!r} holds a value of magnitude {largest:.6g}, and "
+                    f"parameter {write.target.name!r} is {write.dtype}, where it would be "
+                    f"infinite: {torch.finfo(write.dtype).max:.6g} is the largest"
+                )
+
     def count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,6 +152,8 @@ class TensorChecks:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``again``, held by the loader in earlier calls, and then ``weights``."""
         for name, tensor in again.items():
+            with self._dataflow.untraced():
+                self._check_values(name, tensor)
             yield from self._pass_to_loader(name, tensor)
         pairs = iter(weights)
         while True:
@@ -222,11 +247,18 @@ class TensorChecks:
                 f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has "
                 f"{list(expected)}"
             )
-        if self._check_finite and tensor.dtype in FLOATS and not self._is_finite(tensor):
-            raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
+        self._check_values(name, tensor)
 
-    def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return all(is_finite(piece) for (piece,) in self._rate_limit.cut(tensor))
+    def _check_values(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._check_finite or tensor.dtype not in FLOATS:
+            return
+        largest = 0.0
+        for (piece,) in self._rate_limit.cut(tensor):
+            # the first argument is returned if neither is larger: a piece's NaN must win
+            largest = max(largest_magnitude(piece), largest)
+            if not math.isfinite(largest):
+                raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
+        self.note_magnitude(name, largest)
 
 
 class TiedHead:

@@ -3,6 +3,7 @@
 Two servers of one layout may exchange the bytes of their tensors. Names, shapes and dtypes do not
 prove that: SGLang's finishing permutes some weights within their shape, by backend and device. So
 the layout also has every module's class, and its method of quantization with the method's switches.
+It has the model's configuration, too: another RoPE makes another model of the same bytes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ def find_layout(
         found[f"{role} dtype"] = str(config.dtype)
         found[f"{role} quantization"] = str(config.quantization)
         found[f"{role} modules"] = _describe_modules(model.runner.model)
+        if model.configuration is not None:
+            facts = model.configuration.facts()
+            found |= {f"{role} {name}": value for name, value in facts.items()}
     return found
 
 

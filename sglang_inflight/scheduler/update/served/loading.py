@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_inflight.messages import SERVED, SavedVersion, ServedFolderSource
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
 from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.forms import Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
@@ -44,13 +45,15 @@ def load_served(
     layout: Mapping[str, str],
     *,
     in_place: bool,
+    check_finite: bool,
     count: Callable[[torch.Tensor], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Loaded:
     """Stage the tensors of ``source``, or write them in place. Raises ``Refused``.
 
-    ``weights``: all of ``models``, in the digest's order. ``count`` gets each tensor.
+    ``weights``: all of ``models``, in the digest's order. ``check_finite`` refuses NaN and
+    infinity. ``count`` gets each tensor.
     """
     by_name = {f"{model.role}.{weight.name}": (model, weight) for model, weight in weights}
     parallel = get_parallel()
@@ -62,8 +65,13 @@ def load_served(
         folder.require_layout(layout)
         folder.require_tensors({name: weight.live for name, (_, weight) in by_name.items()})
         numbers = _numbers_of(models, folder.part.numbers)
+
+        def check_values(name: str, tensor: torch.Tensor) -> None:
+            if check_finite:
+                _refuse_not_finite(name, by_name[name][1].live.data, tensor, rate_limit)
+
         if in_place:
-            _require_digest(folder, by_name, rate_limit, check)
+            _require_digest(folder, by_name, check_values, rate_limit, check)
             for model in models:
                 model.begin_writing_served()
         for name, tensor, _ in folder.read(rate_limit, check):
@@ -72,6 +80,7 @@ def load_served(
                 for to, of in rate_limit.cut(weight.live.data, tensor):
                     to.copy_(of)
             else:
+                check_values(name, tensor)
                 model.take_served(weight, _laid_out_as(weight.live, tensor))
             count(tensor)
             tensors += 1
@@ -98,11 +107,18 @@ def _refuse_finished(models: Sequence[ShadowedModel]) -> None:
 def _require_digest(
     folder: ServedFolder,
     names: Iterable[str],
+    check_values: Callable[[str, torch.Tensor], None],
     rate_limit: RateLimit,
     check: Callable[[], None],
 ) -> None:
-    """Raise ``Refused`` unless all tensors together have the rank's digest, in this order."""
-    lines = {name: line for name, _, line in folder.read(rate_limit, check)}
+    """Raise ``Refused`` unless all tensors together have the rank's digest, in this order.
+
+    ``check_values`` gets each tensor.
+    """
+    lines = {}
+    for name, tensor, line in folder.read(rate_limit, check):
+        check_values(name, tensor)
+        lines[name] = line
     digest = Digest()
     for name in names:
         digest.add(lines[name])
@@ -110,6 +126,24 @@ def _require_digest(
         raise Refused(
             f"its tensors have the digest {digest.hexdigest()}, and {folder.saved.digest} was saved"
         )
+
+
+def _refuse_not_finite(
+    name: str, live: torch.Tensor, tensor: torch.Tensor, rate_limit: RateLimit
+) -> None:
+    """Raise ``Refused`` if ``tensor`` holds NaN or infinity where ``live`` holds a number.
+
+    Some models serve infinity by themselves, in a mask or in a constant.
+    """
+    if not can_mark(tensor):
+        return
+    for here, new in rate_limit.cut(live, tensor):
+        if is_finite(new):
+            continue
+        here = here.to(new.device)
+        # a mark stands for a number that is not there yet
+        if ((here.isfinite() | marks_in(here)) & ~new.isfinite()).any():
+            raise Refused(f"{shorten(name)!r} holds NaN or infinity")
 
 
 def _numbers_of(

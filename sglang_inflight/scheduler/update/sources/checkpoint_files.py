@@ -30,7 +30,7 @@ from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 PIECE_BYTES = 4 << 20
 
 # where a model's config has the config of its quantization
-_QUANTIZATION_CONFIGS = ("quantization_config", "compression_config")
+QUANTIZATION_CONFIGS = ("quantization_config", "compression_config")
 
 F = TypeVar("F", bound=RegularFile)
 Shapes = dict[str, tuple[int, ...]]
@@ -249,7 +249,7 @@ def read_quantization_config(folder: Path) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise Refused(f"{file.name} cannot be read: {shorten(str(error))}") from error
     for part in config, config.get("text_config") or {}:
-        for key in _QUANTIZATION_CONFIGS:
+        for key in QUANTIZATION_CONFIGS:
             if isinstance(found := part.get(key), dict):
                 return found
     return {}

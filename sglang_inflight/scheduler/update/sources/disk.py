@@ -12,10 +12,10 @@ import json
 import os
 import stat
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from huggingface_hub.errors import HFValidationError
@@ -28,6 +28,11 @@ from sglang.srt.model_loader.weight_utils import (
 )
 
 from sglang_inflight.messages import SPARSE, DiskSource
+from sglang_inflight.scheduler.update.checks.configuration import (
+    CONFIG,
+    GENERATION_CONFIG,
+    ServedConfiguration,
+)
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
@@ -57,7 +62,6 @@ LOAD_FORMATS = (
 # tensors has 9 MB.
 _MOST_CONFIG_BYTES = 4 << 20
 _MOST_INDEX_BYTES = 64 << 20
-_CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
 
 
@@ -65,22 +69,21 @@ def read_disk(
     source: DiskSource,
     runner: ModelRunner,
     *,
-    of_draft: bool,
+    look: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Weights:
     """Yield a checkpoint's tensors, on the host, file by file.
 
-    ``of_draft`` skips the check of the architecture: a draft loads its part of its target's
-    checkpoint. ``check`` raises when it is time to give up.
+    ``look`` gets the folder before its files are chosen, and raises ``Refused`` for another
+    model's (``check_configuration``). ``check`` raises when it is time to give up.
     """
     load_format = _known(source.load_format)
     with AbandonableThread(check) as thread, ExitStack() as stack:
         folder = thread.do(lambda: _open(source.model_path, runner, load_format))
         stack.callback(folder.close)
         with naming(folder):
-            if not of_draft:
-                thread.do(lambda: _check_architecture(folder, runner))
+            thread.do(lambda: look(folder))
             paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
             read = read_safetensors if is_safetensors else read_pickled
             forgets = get_model().weight_loader_drop_cache_after_load
@@ -178,22 +181,50 @@ def naming(folder: Folder) -> Iterator[None]:
         raise Refused(f"checkpoint {folder.named} cannot be read: {reason}") from error
 
 
-def _check_architecture(folder: Folder, runner: ModelRunner) -> None:
-    if not folder.check_size(_CONFIG, _MOST_CONFIG_BYTES):
+def check_configuration(
+    folder: Folder,
+    runner: ModelRunner,
+    served: ServedConfiguration | None,
+    warn: Callable[[str], None],
+) -> None:
+    """Raise ``Refused`` if the folder's ``config.json`` is of another model, or computes otherwise.
+
+    ``served`` is None if the start's file is not known. A folder without the file passes. ``warn``
+    gets what the update does not take over.
+    """
+    config = _read_object(folder, CONFIG)
+    if config is None:
         return
+    _check_architecture(config, runner)
+    if served is None:
+        return
+    served.refuse_another(config)
+    generation = _read_object(folder, GENERATION_CONFIG) or {}
+    if (warning := served.why_it_ends_elsewhere(config, generation)) is not None:
+        warn(warning)
+
+
+def _read_object(folder: Folder, name: str) -> dict[str, Any] | None:
+    """Return a JSON file's content, or None without the file."""
+    if not folder.check_size(name, _MOST_CONFIG_BYTES):
+        return None
     try:
-        config = json.loads(Path(folder.path, _CONFIG).read_bytes())
+        found = json.loads(Path(folder.path, name).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{_CONFIG} cannot be read: {shorten(str(error))}") from error
-    if not isinstance(config, dict):
-        raise Refused(f"{_CONFIG} must hold an object, not a {type(config).__name__}")
+        raise Refused(f"{name} cannot be read: {shorten(str(error))}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"{name} must hold an object, not a {type(found).__name__}")
+    return found
+
+
+def _check_architecture(config: Mapping[str, Any], runner: ModelRunner) -> None:
     found = config.get("architectures")
     served = runner.model_config.hf_config.architectures
     if not found or not served:
         return
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise Refused(
-            f"architectures in {_CONFIG} must be a list of names, not {shorten(repr(found))}"
+            f"architectures in {CONFIG} must be a list of names, not {shorten(repr(found))}"
         )
     if found != served:
         raise Refused(

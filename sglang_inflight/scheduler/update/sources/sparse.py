@@ -8,11 +8,12 @@ way into fused, sharded and renamed weights is the loader's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 
-from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.vocabulary.errors import Refused, shorten
 from sglang_inflight.vocabulary.sparse import INDICES, VALUES
 
@@ -23,14 +24,17 @@ def fill_in(
     weights: Iterable[tuple[str, torch.Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
     said: Mapping[str, Sequence[int]],
+    note_magnitude: Callable[[str, float], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that sparse ``weights`` stand for, with NaN where nothing was sent.
 
     ``shapes``: of the tensors of the served checkpoint. ``said``: the shapes of some of them, as
-    the sender gives them. Indices and values of a tensor may come in either order. Raises
-    ``Refused`` with the tensor's name if one is missing, or does not fit.
+    the sender gives them. ``note_magnitude`` gets each tensor's name and largest magnitude: none
+    shows among NaN. Indices and values of a tensor may come in either order. Raises ``Refused``
+    with the tensor's name if one is missing, comes twice, or does not fit.
     """
     halves: dict[str, dict[str, torch.Tensor]] = {}
+    whole: set[str] = set()
     for name, tensor in weights:
         if not isinstance(tensor, torch.Tensor):
             raise _not_sparse(name)
@@ -46,13 +50,15 @@ def fill_in(
                 f"the model's has {list(shapes[base])}"
             )
         both = halves.setdefault(base, {})
-        if kind in both:
+        if kind in both or base in whole:
             raise Refused(f"sparse tensor {shorten(base)!r} came twice in one call")
         # the sender's memory may be written again before the other half comes
         both[kind] = tensor.clone() if len(both) == 0 else tensor
         if len(both) == 2:
             del halves[base]
-            yield base, _filled_in(base, both[INDICES], both[VALUES], shapes[base])
+            whole.add(base)
+            dense = _filled_in(base, both[INDICES], both[VALUES], shapes[base], note_magnitude)
+            yield base, dense
     for base, both in halves.items():
         raise _lacks(base, _OTHER[next(iter(both))], "the same call")
 
@@ -88,7 +94,11 @@ def _lacks(base: str, half: str, where: str) -> Refused:
 
 
 def _filled_in(
-    name: str, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
+    name: str,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    note_magnitude: Callable[[str, float], None],
 ) -> torch.Tensor:
     at = f"sparse tensor {shorten(name)!r}"
     if indices.dtype not in (torch.int32, torch.int64):
@@ -100,8 +110,10 @@ def _filled_in(
             f"{at}: {list(indices.shape)} indices and {list(values.shape)} values are not two "
             "rows of one length"
         )
-    if not is_finite(values):
+    largest = largest_magnitude(values)
+    if not math.isfinite(largest):
         raise Refused(f"{at}: values hold NaN or infinity")
+    note_magnitude(name, largest)
     count = torch.Size(shape).numel()
     dense = torch.full((count,), torch.nan, dtype=values.dtype, device=values.device)
     if len(indices):

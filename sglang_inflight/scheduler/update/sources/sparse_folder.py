@@ -32,19 +32,24 @@ def read_sparse_folder(
     device: torch.device,
     *,
     base_version: str,
+    require_base: Callable[[tuple[str, ...]], None],
+    look: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Weights:
     """Yield the folder's tensors, ordered by their names, moved to ``device`` one by one.
 
-    ``base_version`` is the version that the update changes. Raises ``Conflict`` if the manifest
+    ``base_version`` is the version that the update changes, and ``require_base`` raises
+    ``Conflict`` unless it has one of the given digests. Raises ``Conflict`` if the manifest
     names another one, and ``Refused`` with a file's name if that file is missing, surplus, or not
-    as the manifest says. ``check`` raises when it is time to give up.
+    as the manifest says. ``look`` gets the folder first, and ``check`` raises when it is time to
+    give up.
     """
     with AbandonableThread(check) as thread:
         folder = thread.do(lambda: Folder(source.model_path, named=source.model_path))
         try:
             with naming(folder):
+                thread.do(lambda: look(folder))
                 manifest = thread.do(
                     lambda: folder.read_json(MANIFEST, Manifest, _MOST_MANIFEST_BYTES)
                 )
@@ -53,6 +58,8 @@ def read_sparse_folder(
                         f"base_version in {MANIFEST} is {shorten(manifest.base_version)!r}, but "
                         f"{base_version!r} is serving"
                     )
+                if manifest.base_digests:
+                    require_base(manifest.base_digests)
                 expected = thread.do(lambda: _find_files(folder, manifest))
                 for name, tensor in read_verified(expected, refuse_halves, thread, rate_limit):
                     yield name, tensor.to(device)
