@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     class ServerArgs(
         server_args.ServerArgs,
         device.Device,
-        device.Device,
         disagg.Disagg,
         exec_.ExecDllm,
         exec_.ExecGraph,
