@@ -70,7 +70,7 @@ class MemoryRegions:
     def weights_of_drafts(self) -> dict[str, list[torch.Tensor]]:
         """Return the weights of each draft, by role, without those that the target shares."""
         found: dict[str, list[torch.Tensor]] = {}
-        shared: set[tuple[int, ...]] = set()
+        shared: set[int] = set()
         for role, runner in self._scheduler.weight_updater._select_runners("all"):
             weights = [weight for _, weight in weights_of(runner.model)]
             if role == "target":
