@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import attn_dp_enabled_of
 
 from sglang_inflight.messages import KVPolicy
+from sglang_inflight.platform import ReferencePlatform
 from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
@@ -35,6 +37,18 @@ if TYPE_CHECKING:
 
     from sglang_inflight.sglang_types import ServerArgs
 
+NO_ENCODER = (
+    "a server with --encoder-only has no call of SGLang Inflight, because it has no scheduler: it "
+    "keeps the weights of its start"
+)
+ENCODERS_ELSEWHERE = (
+    "with --language-only an update changes the language model alone: servers with --encoder-only "
+    "make what images and sounds become, and keep the weights of their start"
+)
+NAMED_GPUS = (
+    "with --use-ray SGLang asks Ray for one GPU for each rank, on a CPU too, and waits until there "
+    "are as many: ray start --num-gpus names them"
+)
 ONE_REPLICA = "SGLang loads and unloads no adapters while it runs with --dp-size > 1"
 _KEEP = 'pass kv_cache="keep"'
 _FENCE = 'pass kv_cache="fence" or "keep"'
@@ -50,6 +64,8 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
     Reads the model's configuration for a decode server, and loads no weights.
     """
     args = cast("ServerArgs", resolved_view(server_args))
+    if args.encoder_only:
+        return Capabilities(**dict.fromkeys(Capabilities.__struct_fields__, NO_ENCODER))
     pause = _why_no_pause(args)
     # why running requests cannot return to this server's own queue
     queue = pause if args.disaggregation_mode == "null" else pause or _TWO_SERVERS
@@ -66,6 +82,16 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         move_adapters=_why_not_moved(args, queue),
         pin=_why_not_pinned(args, queue, fence),
     )
+
+
+def notes_on(server_args: sglangs.ServerArgs) -> list[str]:
+    """Return what a server with resolved arguments does otherwise than its calls say."""
+    args = cast("ServerArgs", resolved_view(server_args))
+    notes = {
+        ENCODERS_ELSEWHERE: args.language_only,
+        NAMED_GPUS: args.use_ray and isinstance(current_platform, ReferencePlatform),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def with_store(can: Capabilities, settings: Memory) -> Capabilities:
@@ -129,6 +155,8 @@ def _why_no_update(args: ServerArgs, *, in_place: bool) -> str | None:
         )
     if args.enable_pdmux:
         return "an update needs a server without --enable-pdmux: forwards run on several streams"
+    if (why := _why_copied(args)) is not None:
+        return why
     if (why := _why_offloaded(args, in_place=in_place)) is not None:
         return why
     if in_place:
@@ -137,6 +165,32 @@ def _why_no_update(args: ServerArgs, *, in_place: bool) -> str | None:
         return (
             f"an update cannot be staged with {flag}: experts may move between staging and "
             "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
+        )
+    return None
+
+
+def _why_copied(args: ServerArgs) -> str | None:
+    """Return which copy of weights would stay as it is after an update, or None."""
+    on_cpu_engine = args.device == "cpu" and not isinstance(current_platform, ReferencePlatform)
+    if args.enable_torch_compile and on_cpu_engine:
+        return (
+            "an update needs a server without --enable-torch-compile on SGLang's own CPU engine, "
+            "which compiles the weights into the code (torch._inductor.config.freezing)"
+        )
+    if args.kt_weight_path is not None:
+        return (
+            "an update needs a server without --kt-weight-path: experts on the CPU come from that "
+            "folder"
+        )
+    if args.enable_elastic_expert_backup:
+        return (
+            "an update needs a server without --enable-elastic-expert-backup: a lost rank's "
+            "experts come back from a copy of the start"
+        )
+    if args.ple_offload_embedding:
+        return (
+            "an update needs a server without --ple-offload-embedding: the table on the host would "
+            "change under running forwards"
         )
     return None
 
@@ -197,6 +251,16 @@ def _why_prefixes_stay(args: ServerArgs) -> str | None:
     """Return why later requests may reuse prefixes of older weights, or None if they cannot."""
     if args.enable_lmcache or args.enable_flexkv:
         return f"LMCache and FlexKV keep prefixes of older weights; {_KEEP}"
+    if args.enable_unified_cache_external_linker:
+        return (
+            "the store of --enable-unified-cache-external-linker keeps prefixes of older weights; "
+            f"{_KEEP}"
+        )
+    if args.radix_cache_backend is not None:
+        return (
+            f"--radix-cache-backend {args.radix_cache_backend} may keep prefixes of older weights; "
+            f"{_KEEP}"
+        )
     if args.enable_hierarchical_cache and args.pp_size > 1:
         return f"--enable-hierarchical-cache is untested with --pp-size above 1; {_KEEP}"
     return None

@@ -294,7 +294,10 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         return _Flags(lines[-1:])
     except Exception as error:
         return _Flags([f"SGLang refuses these flags: {error}"])
-    return _with_cost(_Flags(can=can), server_args)
+    notes = capabilities.notes_on(server_args)
+    if can.stage == capabilities.NO_ENCODER:
+        return _Flags(can=can, notes=notes)
+    return _with_cost(_Flags(can=can, notes=notes), server_args)
 
 
 def _with_cost(flags: _Flags, server_args: ServerArgs) -> _Flags:
@@ -304,4 +307,5 @@ def _with_cost(flags: _Flags, server_args: ServerArgs) -> _Flags:
     try:
         return flags._replace(kv_tokens=cost.estimate(server_args))
     except Exception as error:
-        return flags._replace(notes=[f"the cost of staging could not be estimated: {error!r}"])
+        why = f"the cost of staging could not be estimated: {error!r}"
+        return flags._replace(notes=[*flags.notes, why])

@@ -79,7 +79,7 @@ def _install() -> None:
     # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
     hooks = [*_hooks_of(*HOOK_LISTS)]
-    from sglang_inflight import messages
+    from sglang_inflight import messages, unsupported
     from sglang_inflight.frontend.engine import hooks as engine_hooks
     from sglang_inflight.late_import import when_imported
     from sglang_inflight.nccl_errors import name_error_handling
@@ -89,6 +89,8 @@ def _install() -> None:
     apply_series()
     engine_hooks.add_methods()
     _register(hooks)
+    for name, begin in unsupported.OTHER_LAUNCHES.items():
+        when_imported(name, begin)
     if _RAY_ENGINE in sys.modules:
         _register_ray_hooks()
     else:

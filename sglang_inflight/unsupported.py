@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
-from sglang_inflight import inactive
+from sglang_inflight import capabilities, inactive
 from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
 
@@ -41,6 +42,10 @@ NO_ROLE_SWITCH = (
     "SGLang Inflight needs a server without --enable-pd-role-switch: its calls depend on the role, "
     "prefill or decode, at the start"
 )
+NO_SMG = (
+    "SGLang Inflight does not support --smg-grpc-mode: requests then reach the ranks past its "
+    "front end, which takes its calls and answers version contracts"
+)
 # all refusals of a start, for the doctor
 AT_START = (
     ONE_TOKENIZER,
@@ -48,6 +53,7 @@ AT_START = (
     NO_LOCAL_BROADCAST,
     NO_FIRST_UPDATE,
     NO_ROLE_SWITCH,
+    NO_SMG,
 )
 
 # whether ``launch`` has checked the launch in this context
@@ -72,12 +78,28 @@ def launch(
     # only Engine passes a placement_group; the launch of an HTTP server has none
     is_engine = "placement_group" in kwargs
     why = why_not(server_args, is_engine=is_engine)
-    with inactive.launching(_decide(why, server_args)):
+    with inactive.launching(_decide_and_tell(why, server_args)):
         was_asked = _is_asked.set(True)
         try:
             return launch_as_sglang_does(engine_class, server_args, *args, **kwargs)
         finally:
             _is_asked.reset(was_asked)
+
+
+def _begin_smg(_: ModuleType) -> None:
+    inactive.begin(_decide(NO_SMG))
+
+
+def _begin_encoder(_: ModuleType) -> None:
+    logger.warning("%s.", capabilities.NO_ENCODER)
+
+
+# SGLang's servers without our front end, by the module that SGLang imports to launch one
+OTHER_LAUNCHES: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.entrypoints.grpc_server": _begin_smg,
+    "sglang.srt.disaggregation.encoder.http_server": _begin_encoder,
+    "sglang.srt.disaggregation.encoder.grpc_server": _begin_encoder,
+}
 
 
 def ask_in_a_launch(server_args: ServerArgs) -> None:
@@ -87,7 +109,7 @@ def ask_in_a_launch(server_args: ServerArgs) -> None:
     No process has been started by then.
     """
     if not _is_asked.get():
-        inactive.begin(_decide(why_not(server_args), server_args))
+        inactive.begin(_decide_and_tell(why_not(server_args), server_args))
 
 
 def refuse_what_was_not_asked(server_args: ServerArgs) -> None:
@@ -99,15 +121,22 @@ def refuse_what_was_not_asked(server_args: ServerArgs) -> None:
         raise Unsupported(f"{why}. Launch it by sglang serve, sglang.Engine or launch_server")
 
 
-def _decide(why: str | None, server_args: ServerArgs) -> str | None:
-    """Return ``why`` if the server runs without us, or raise ``Unsupported``."""
+def _decide_and_tell(why: str | None, server_args: ServerArgs) -> str | None:
+    """Decide, and tell tokenizer workers of it, or the log what such a server is not for."""
     if why is None:
+        for note in capabilities.notes_on(server_args):
+            logger.warning("%s.", note)
         return None
+    _tell_tokenizer_workers(server_args, _decide(why))
+    return why
+
+
+def _decide(why: str) -> str:
+    """Return ``why`` if the server runs without us, or raise ``Unsupported``."""
     off = Settings.from_environment().unsupported == "off"
     if (refusal := why_refused(why, off=off, in_fork=is_fork())) is not None:
         raise Unsupported(refusal)
     logger.warning("%s. This server runs as SGLang ships it, without SGLang Inflight.", why)
-    _tell_tokenizer_workers(server_args, why)
     return why
 
 
@@ -120,6 +149,8 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     # SGLang does so next; some of its features switch on the flags below
     server_args.resolve_once()
     resolved = cast("ServerArgs", resolved_view(server_args))
+    if resolved.smg_grpc_mode and not resolved.encoder_only:
+        return NO_SMG
     if resolved.enable_pd_role_switch:
         return NO_ROLE_SWITCH
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux

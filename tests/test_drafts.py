@@ -28,6 +28,7 @@ from tests.support.load import (
     resume,
     start,
     start_running,
+    status,
     update,
     versions_of,
 )
@@ -208,6 +209,27 @@ def test_draft_with_its_own_checkpoint_updates_only_when_selected(
         expect_drafts(server, accepted=False)
         ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
         expect_drafts(server, accepted=True)
+
+
+def test_released_draft_comes_back_without_an_update(checkpoints: Path, tmp_path: Path) -> None:
+    """SGLang's trainers release all weights, and send the target alone."""
+    draft = eagle.build(tmp_path / "draft", agrees=True)
+    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path, "--enable-memory-saver") as server:
+        expect_drafts(server, accepted=True)
+        for keep, version in (({}, 1), ({"keep_weights": "discard"}, 2)):
+            ask(server, "POST", "/release_memory_occupation", keep)
+            ask(server, "POST", "/resume_memory_occupation", {})
+            assert status(server)["memory"]["hollow"] is not None
+            update(server, checkpoints, version)
+            if keep:
+                assert "not sent yet" in status(server)["memory"]["hollow"]
+                ask(
+                    server, "POST", "/update_weights_from_disk",
+                    {"model_path": str(draft), "selector": "draft"},
+                )  # fmt: skip
+            assert status(server)["memory"]["hollow"] is None
+            expect_served(server, version)
+            expect_drafts(server, accepted=True)
 
 
 def test_accepted_tokens_have_the_routes_of_their_own_version(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ REFUSED = {
         "--pp-size", "2",
     ),
     unsupported.NO_ROLE_SWITCH: ("--disaggregation-mode", "decode", "--enable-pd-role-switch"),
+    unsupported.NO_SMG: ("--smg-grpc-mode",),
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
     return "-m", "the_launcher"
 
 
-@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast", "role switch"])
+@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast", "role switch", "smg"])
 def test_unsupported_flags_are_refused_at_the_start(
     checkpoints: Path, tmp_path: Path, why: str
 ) -> None:

@@ -6,7 +6,8 @@ Each rank of one replica writes the tensors that it serves, as they are: sharded
     rank-pp0-tp0.json         ``RankPart``: how they lie, and each one's digest
     served.json               ``Manifest``: written last, so a folder without it is not whole
 
-The first two exist once for each rank of a replica.
+The first two exist once for each rank of a replica. Each file begins with the format's name, the
+tensors' file in its metadata.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from tests.support.load import (
     until_empty,
 )
 from tests.support.pool import CHUNK, MAX_RUNNING
+from tests.support.soak_operations import LORA_FLAGS, Changes, Loras, Saves
 from tests.support.updates import (
     Call,
     Sender,
@@ -82,6 +83,10 @@ class Numbers:
     updates: Counter[str] = field(default_factory=Counter)
     pauses: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    # requests with an adapter, a pin or a grammar, and their tokens
+    kinds: Counter[str] = field(default_factory=Counter)
+    saves: Counter[str] = field(default_factory=Counter)
+    adapters: Counter[str] = field(default_factory=Counter)
     rss: list[float] = field(default_factory=list)
     # the error of each lost request
     losses: list[str] = field(default_factory=list)
@@ -131,6 +136,16 @@ class Soak:
         self._streams: list[Generation] = []
         # requests possibly ended by an abort, or by their client's disconnect
         self._given_up: set[Generation] = set()
+        # requests with a grammar: their tokens do not show their weights
+        self._unshown: set[Generation] = set()
+        # requests that name their weights
+        self._pinned: set[Generation] = set()
+        # the adapter of each request with one
+        self._adapters: dict[Generation, str] = {}
+        self._kinds = {
+            "grammar": self._unshown, "pinned": self._pinned, "adapter": self._adapters,
+        }  # fmt: skip
+        self._loras: Loras | None = None
         self.numbers = Numbers(seed)
         self._transparent = transparent
         # without a memory saver nothing is released, and all else is the same
@@ -157,6 +172,17 @@ class Soak:
         }
         if configuration is CONFIGURATIONS[0]:
             self._operations |= {self.release_memory: 3, self.overwrite_the_weights: 1}
+            folder = Path(tempfile.mkdtemp(dir=checkpoints))
+            few = Changes(
+                server, self._choose, self._model, VERSIONS, trainers, folder, self.numbers.updates
+            )
+            self._saves = Saves(server, self._choose, checkpoints, folder)
+            self.numbers.saves = self._saves.counts
+            self._operations |= few.operations() | self._saves.operations()
+            if server.get("/server_info")["enable_lora"]:
+                self._loras = Loras(server, self._choose, folder)
+                self.numbers.adapters = self._loras.counts
+                self._operations |= self._loras.operations()
         if transparent:
             self._operations |= {self.update_in_a_window: 10, self.lose_a_piece_of_a_window: 3}
 
@@ -195,32 +221,75 @@ class Soak:
             length = self._choose.choice(LENGTHS)
             asked = prompt(self._choose.choice((1, 16, 200)))
             in_chunks = self._choose.random() < 0.5
-            self._streams.append(
-                Generation(
-                    self._server,
-                    tokens=length,
-                    input_ids=asked,
-                    stream=in_chunks,
-                    rid=f"soak{next(self._names)}",
-                )
+            sampling, fields = self._kind_of_request()
+            stream = Generation(
+                self._server,
+                tokens=length,
+                input_ids=asked,
+                stream=in_chunks,
+                rid=f"soak{next(self._names)}",
+                sampling=sampling,
+                **fields,
             )
+            self._streams.append(stream)
+            if sampling:
+                # ended by the second commit after its version's, or refused by then
+                self._given_up.add(stream)
+            if "regex" in sampling:
+                self._unshown.add(stream)
+            elif sampling:
+                self._pinned.add(stream)
+            if "lora_path" in fields:
+                self._adapters[stream] = fields["lora_path"]
             self.numbers.requests += 1
+
+    def _kind_of_request(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return sampling parameters and further fields: an adapter, a pin, a grammar."""
+        fields: dict[str, Any] = {}
+        if self._loras is not None and self._loras.loaded and self._choose.random() < 0.4:
+            fields["lora_path"] = self._choose.choice(sorted(self._loras.loaded))
+        if self._choose.random() < 0.6:
+            return {}, fields
+        sampling: dict[str, Any] = {}
+        if self._choose.random() < 0.7:
+            now = status(self._server)
+            served, previous = now["weight_version"], now["previous_version"]
+            version = self._choose.choice((served, served, served, previous or served))
+            sampling["custom_params"] = {"weight_version": version}
+        if not sampling or self._choose.random() < 0.5:
+            # a new one each time, because it takes a while to compile
+            sampling["regex"] = "[a-z]{20,30}" + str(self._choose.randrange(10**6))
+        return sampling, fields
 
     def _check(self, stream: Generation) -> None:
         """Check the spans against the tokens, which show their weights."""
         gave_up = stream in self._given_up
+        shows = stream not in self._unshown
         self._given_up.discard(stream)
         output = stream.output_so_far()
         try:
-            if output.tokens:
+            if output.tokens and shows:
                 expect_spans(output)
             if not gave_up:
                 expect_whole(stream)
+            if stream in self._pinned:
+                assert len({*output.tokens}) <= 1, "a pinned request has tokens of two versions"
+            adapter = self._adapters.get(stream)
+            if adapter is not None and output.tokens:
+                named = {span["adapter"] for span in output.meta["adapter_versions"]}
+                assert named == {adapter}, f"of adapter {adapter!r}: {output.meta}"
         except (AssertionError, OSError, ValueError) as error:
             self.numbers.lost_requests += 1
             self.numbers.losses.append(
                 f"{stream.rid}: {len(output.tokens)} of {stream.max_new_tokens} tokens, {error!r}"
             )
+        for kind, streams in self._kinds.items():
+            if stream in streams:
+                self.numbers.kinds[kind] += 1
+                self.numbers.kinds[f"tokens, {kind}"] += len(output.tokens)
+        self._pinned.discard(stream)
+        self._unshown.discard(stream)
+        self._adapters.pop(stream, None)
         self.numbers.tokens_checked += len(output.tokens)
 
     def _give_up_all(self) -> None:
@@ -605,8 +674,9 @@ def main() -> int:
             arguments.on.model.build(folder / f"v{version}", version)
         sender = Sender(folder, folder, trainers, arguments.on.model)
         most = str(max(MAX_RUNNING, arguments.streams))
-        flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
         on = arguments.on
+        loras = LORA_FLAGS if on is CONFIGURATIONS[0] else ()
+        flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most, *loras)
         if arguments.transparent:
             on = replace(on, env={**on.env, "SGLANG_INFLIGHT_TRANSPARENT": "1"})
         with on.serve(folder / "v0", folder, *flags) as server:

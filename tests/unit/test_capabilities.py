@@ -63,6 +63,20 @@ def graphs(*, decode: str, prefill: str) -> Any:
         ({"weight_cache_mode": "daemon"}, {"stage", "in_place"}, "--weight-cache-mode daemon"),
         ({"weight_cache_mode": "client"}, {"stage", "in_place"}, "--weight-cache-mode client"),
         ({"offload_group_size": 4}, {"stage", "in_place"}, "--offload-group-size"),
+        ({"encoder_only": True}, ROWS, "no scheduler"),
+        ({"language_only": True}, set(), ""),
+        ({"enable_torch_compile": True, "device": "cuda"}, set(), ""),
+        # the reference platform compiles nothing
+        ({"enable_torch_compile": True, "device": "cpu"}, set(), ""),
+        ({"kt_weight_path": "/w"}, {"stage", "in_place"}, "--kt-weight-path"),
+        ({"ple_offload_embedding": True}, {"stage", "in_place"}, "--ple-offload-embedding"),
+        (
+            {"enable_elastic_expert_backup": True},
+            {"stage", "in_place"},
+            "--enable-elastic-expert-backup",
+        ),
+        ({"enable_unified_cache_external_linker": True}, STORE, "external-linker"),
+        ({"radix_cache_backend": "ours"}, STORE, "--radix-cache-backend ours"),
         # no step comes between the first write in place and the last
         ({"enable_eplb": True}, {"stage"}, "--enable-eplb"),
         ({"elastic_ep_backend": "mooncake"}, {"stage"}, "--elastic-ep-backend"),
@@ -76,6 +90,15 @@ def test_arguments_refuse_rows_with_a_reason(
     said = refused(**args)
     assert set(said) == rows
     assert all(words in why for why in said.values()), said
+
+
+def test_cpu_engine_that_compiles_weights_into_code_takes_no_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capabilities, "current_platform", object())
+    said = refused(enable_torch_compile=True, device="cpu")
+    assert set(said) == {"stage", "in_place"}
+    assert all("--enable-torch-compile" in why for why in said.values())
 
 
 def test_hierarchical_cache_in_a_pipeline_keeps_prefixes() -> None:

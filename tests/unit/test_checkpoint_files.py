@@ -15,6 +15,7 @@ from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers
+from sglang_inflight.scheduler.update.sources.safetensors_file import SafetensorsFile
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import resident as memory
 from tests.support.open_files import open_files
@@ -143,6 +144,32 @@ def test_name_in_two_files_is_refused(
     save({"c": torch.ones(2), "b": torch.zeros(2)}, paths[1])
     with pytest.raises(Refused, match=f"'b' is in {paths[0].name} and in {paths[1].name}"):
         list(reading(*paths))
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["one file", "files without tensors"])
+def test_headers_together_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """No more files are opened: 150 links to one large header would need all of the memory."""
+    opened: list[str] = []
+
+    class Opened(SafetensorsFile):
+        def __init__(self, path: str, name: str) -> None:
+            opened.append(name)
+            super().__init__(path, name)
+
+    monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Opened)
+    monkeypatch.setattr(checkpoint_files, "_MOST_HEADERS_BYTES", 3000)
+    first = tmp_path / "0.safetensors"
+    names = b'"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}' if links else b""
+    first.write_bytes((992).to_bytes(8, "little") + (b"{" + names + b"}").ljust(992))
+    paths = [first, *(tmp_path / f"{i}.safetensors" for i in range(1, 9))]
+    for path in paths[1:]:
+        path.hardlink_to(first)
+    with pytest.raises(Refused, match="is in 0" if links else "4000 bytes up to 3.safetensors"):
+        list(reading(*paths))
+    assert len(opened) == (2 if links else 4)
+    list(reading(first))
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\3\4" + bytes(100)])

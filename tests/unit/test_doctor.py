@@ -96,6 +96,12 @@ def test_doctor_refuses_unsupported_flags(model: Path) -> None:
     assert ("--no-such-flag" in refusal, others) == (True, [None, None, None, ()])
 
 
+@pytest.mark.parametrize("flag", ["--smg-grpc-mode", "--grpc-mode"])
+def test_doctor_refuses_a_server_without_our_front_end(model: Path, flag: str) -> None:
+    refused = doctor._Flags(why_inactive=unsupported.NO_SMG)
+    assert doctor._look_at_flags(["--model-path", str(model), flag]) == refused
+
+
 def test_doctor_accepts_help_flag(model: Path) -> None:
     """SGLang exits without a word on stderr, and refuses nothing."""
     assert doctor._look_at_flags(["--help"]) == doctor._Flags()

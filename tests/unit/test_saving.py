@@ -175,7 +175,7 @@ def test_numbers_come_back_as_they_were(number: float | None) -> None:
 def test_dtype_without_a_name_is_refused() -> None:
     odd = torch.empty(2, dtype=torch.complex128)
     with pytest.raises(Refused, match="'w' is of torch"):
-        write_head([("w", odd)])
+        write_head([("w", odd)], {})
 
 
 def test_layouts_have_one_name_in_any_order() -> None:

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
     LoRAUpdateOutput,
 )
 
+from sglang_inflight.frontend.lora.folder import refuse_irregular
 from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
 from sglang_inflight.sglang_types import get_lora
 from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused, list_names
@@ -61,6 +62,8 @@ async def _load_everywhere(
     if (reason := await why_no_room(tm)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
     try:
+        path = getattr(request, "lora_path", None)
+        await asyncio.to_thread(refuse_irregular, path)
         result = await load(tm, request, *args)
     except (Refused, HandlerFailed) as error:
         result = LoRAUpdateOutput(success=False, error_message=str(error))

@@ -67,6 +67,19 @@ class MemoryRegions:
                 if not can_mark(weight) or id(weight) not in parameters:
                     yield weight
 
+    def weights_of_drafts(self) -> dict[str, list[torch.Tensor]]:
+        """Return the weights of each draft, by role, without those that the target shares."""
+        found: dict[str, list[torch.Tensor]] = {}
+        shared: set[int] = set()
+        for role, runner in self._scheduler.weight_updater._select_runners("all"):
+            weights = [weight for _, weight in weights_of(runner.model)]
+            if role == "target":
+                shared.update(map(memory_key, weights))
+            else:
+                own = [weight for weight in weights if memory_key(weight) not in shared]
+                found.setdefault(role, []).extend(own)
+        return found
+
     def _beside_weights(self) -> Iterator[torch.Tensor]:
         weights = {
             memory_key(weight) for runner in self._runners for _, weight in weights_of(runner.model)

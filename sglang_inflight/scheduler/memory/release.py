@@ -10,14 +10,16 @@ on CUDA that would end the process.
     resume            map the pages, restore the copy, continue generation
 
 Weights without a copy come back hollow. No request is served until updates have written each
-element. These updates write in place, because there are no old weights to keep.
+element. These updates write in place, because there are no old weights to keep. Drafts are kept,
+unless the caller asks to discard all.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
+# the weights of each draft, by role
+Drafts = Mapping[str, Sequence[torch.Tensor]]
 
 # key of the shadow's bytes in an answer, beside the kinds of memory
 SHADOW = "shadow"
@@ -72,8 +76,10 @@ class _Prepared:
     The staging thread writes ``copy``, and the scheduler's thread ``given_up``, once each.
     """
 
-    def __init__(self, events: dict[str, Event], after: Memory) -> None:
+    def __init__(self, events: dict[str, Event], after: Memory, drafts: Drafts) -> None:
+        """``drafts`` are kept even if the weights are discarded."""
         self.events = events
+        self.drafts = drafts
         self.after = after
         self.copy: Copy | None = None
         self.given_up = False
@@ -118,6 +124,8 @@ class MemoryRelease:
         self._memory: Memory = PRESENT
         self._prepared: _Prepared | None = None
         self._copy: Copy | None = None
+        # roles of the drafts in a copy of discarded weights
+        self._kept = frozenset[str]()
         # bytes to allocate at the resume, by kind of memory
         self._bytes: dict[str, int] = {}
         # whether generation is held back while weights are hollow
@@ -146,7 +154,10 @@ class MemoryRelease:
         self._pause.hold_for_memory(f"{_list(call.tags)} are being released. {BRINGS_BACK}")
         # a commit after the freeze may still be swapping, on another stream than the copy's
         self._boundary.drain()
-        prepared = self._prepared = _Prepared(events, after)
+        # trainers written for SGLang send no draft, and a draft changes no token
+        keeps_drafts = call.keep_weights is None
+        drafts = self._occupants.weights_of_drafts() if keeps_drafts else {}
+        prepared = self._prepared = _Prepared(events, after, drafts)
 
         def copy() -> Done:
             prepared.copy = self.copy_for(prepared)
@@ -188,6 +199,8 @@ class MemoryRelease:
         if KV_CACHE in prepared.events:
             self._boundary.flush(empty_cache=False)
         self._copy = prepared.copy or self._copy
+        if WEIGHTS in prepared.events:
+            self._kept = frozenset(prepared.drafts)
         for kind in reversed(KINDS):
             if kind not in prepared.events:
                 continue
@@ -283,7 +296,9 @@ class MemoryRelease:
         if prepared.after[WEIGHTS] is Where.AWAY:
             kept = self._occupants.all_of_models()
         else:
-            kept = self._occupants.tensors_not_in_checkpoints()
+            kept = itertools.chain(
+                self._occupants.tensors_not_in_checkpoints(), *prepared.drafts.values()
+            )
         return copy_of(kept, self._device, prepared.check)
 
     # ---- resume ----------------------------------------------------------------------
@@ -338,7 +353,7 @@ class MemoryRelease:
             assert after is not None
             self._memory = after
             if after[WEIGHTS] is Where.HOLLOW and kind == WEIGHTS:
-                self._live.become_hollow("they were released and no copy was kept")
+                self._live.become_hollow("they were released and no copy was kept", self._kept)
             moved[kind] = max(0, bytes_in_use(self._device) - before)
 
     def after_filling(self) -> None:

@@ -181,7 +181,7 @@ class Jobs:
         if self._mode_of(update) is StagingMode.OFF and self._kv_scales is None:
             self._kv_scales = {model.role: kv_scales_of(model.runner.model) for model in models}
         if update.marks:
-            for live in self._markable_weights():
+            for live in self._markable_weights(update):
                 update.check()
                 for (piece,) in self._rate_limit.cut(live.data):
                     mark(piece)
@@ -440,15 +440,15 @@ class Jobs:
     def _count_unwritten(self, update: Update) -> int:
         """Count the marked elements of hollow weights."""
         missing = 0
-        for live in self._markable_weights():
+        for live in self._markable_weights(update):
             for (piece,) in self._rate_limit.cut(live.data):
                 update.check()
                 missing += count_marked(piece)
         return missing
 
-    def _markable_weights(self) -> Iterator[torch.Tensor]:
-        """Yield the weights able to bear marks, except those set by the model itself."""
-        for model, weight in self._weights(self._all_roles):
+    def _markable_weights(self, update: Update) -> Iterator[torch.Tensor]:
+        """Yield the hollow weights able to bear marks, except those set by the model itself."""
+        for model, weight in self._weights(self._all_roles - update.kept):
             if can_mark(weight.live) and weight.name not in model.set_by_the_model:
                 yield weight.live
 

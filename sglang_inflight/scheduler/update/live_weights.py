@@ -83,6 +83,8 @@ class LiveWeights:
         self.torn: set[str] = set()
         # why the contents are undefined, until updates have written every element; or None
         self.hollow: str | None = None
+        # roles of the models that have their contents nevertheless
+        self.kept = frozenset[str]()
         # whether the unwritten elements of hollow weights bear marks
         self.is_marked = False
         self.previous: Previous | None = None
@@ -115,8 +117,10 @@ class LiveWeights:
         is_there = self.holds_previous and self.why_not_served is None
         return self.previous if is_there else None
 
-    def become_hollow(self, why: str) -> None:
+    def become_hollow(self, why: str, kept: frozenset[str] = frozenset()) -> None:
+        """Note that the weights have no contents, except those of the roles ``kept``."""
         self._begin_weights()
+        self.kept = kept
         self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
         self.torn.clear()
 

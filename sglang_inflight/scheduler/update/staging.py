@@ -180,6 +180,7 @@ class Staging:
             base_version=current_version,
             fills_hollow=is_hollow,
             marks=marks,
+            kept=self._live.kept,
             mends=torn,
             needs=self._names if call.as_before else None,
             live_digest=self._live.digest,

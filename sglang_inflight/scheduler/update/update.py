@@ -52,6 +52,7 @@ class Update:
         base_version: str,
         fills_hollow: bool = False,
         marks: bool = False,
+        kept: frozenset[str] = frozenset(),
         mends: frozenset[str] = frozenset(),
         needs: Names | None = None,
         live_digest: str | None = None,
@@ -72,6 +73,8 @@ class Update:
         self.live_digest = live_digest
         self.fills_hollow = fills_hollow
         self.marks = marks
+        # roles of models with contents, although the others' weights are hollow
+        self.kept = kept
         self.mends = mends
         self.needs = needs
         self.roles: set[str] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,9 @@ from sglang_inflight.scheduler.update.served.copying import PieceCopier, require
 from sglang_inflight.scheduler.update.served.files import (
     check_of,
     delete,
+    metadata_of,
     new_file,
+    refuse_manifest,
     write_manifest,
 )
 from sglang_inflight.scheduler.update.served.tensors import (
@@ -211,13 +214,13 @@ class Saving:
         copier, digest = self._copier, Digest()
         digests: dict[str, str] = {}
         numbers: list[ServedNumbers] = []
-        reader, head = HostReader(), write_head(tensors)
+        reader, head = HostReader(), write_head(tensors, metadata_of(save.call.save_id))
         written = len(head)
         # the tensors' file is deleted if what comes after it fails, too
-        with (
-            AbandonableThread(save.check) as thread,
-            new_file(path, tensors_file(rank), thread) as file,
-        ):
+        with AbandonableThread(save.check) as thread, ExitStack() as stack:
+            if _is_first():
+                thread.do(lambda: refuse_manifest(path))
+            file = stack.enter_context(new_file(path, tensors_file(rank), thread))
             thread.begin(partial(file.write, head))
             for name, tensor in tensors:
                 one = TensorDigest(name, tensor)
@@ -248,8 +251,14 @@ class Saving:
         return Done()
 
     def _discard(self, call: DiscardSavedCall) -> Done:
-        check = check_of(call.timeout_s)
-        delete(call.path, _own_name(), call.save_id, is_first=_is_first(), check=check)
+        delete(
+            call.path,
+            _own_name(),
+            call.save_id,
+            is_first=_is_first(),
+            ranks=_all_names(),
+            check=check_of(call.timeout_s),
+        )
         return Done()
 
 
@@ -268,6 +277,13 @@ def why_not_saved(can_stage: str | None) -> str | None:
 def _own_name() -> str:
     parallel = get_parallel()
     return name_of_rank(parallel.pp_rank, parallel.tp_rank)
+
+
+def _all_names() -> set[str]:
+    parallel = get_parallel()
+    return {
+        name_of_rank(pp, tp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)
+    }
 
 
 def _is_first() -> bool:

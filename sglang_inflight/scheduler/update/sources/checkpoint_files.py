@@ -6,7 +6,6 @@ of one checkpoint, even if the next one is being written over it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
@@ -28,6 +27,9 @@ from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
 # Bytes of one read, and of small tensors together. They stay in a cache until they are copied.
 PIECE_BYTES = 4 << 20
+
+# The headers of all files: the tensors of the largest models need 20 MB, and their index as much.
+_MOST_HEADERS_BYTES = 64 << 20
 
 # where a model's config has the config of its quantization
 QUANTIZATION_CONFIGS = ("quantization_config", "compression_config")
@@ -55,8 +57,7 @@ def read_safetensors(
     The next batch is read while the caller works on the current one. ``forgets_pages`` asks the
     kernel to drop a read file from memory.
     """
-    with _opened(paths, SafetensorsFile, thread) as files:
-        _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
+    with _opened_safetensors(paths, thread) as files:
         batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
         # a limit for the reading thread, which sleeps by itself
@@ -127,12 +128,11 @@ def read_verified(
     All files are read and verified before the first tensor. Until then they are in the host's
     memory. ``check_names`` gets the names in each file, and the file's name; it raises ``Refused``.
     """
-    with _opened([one.path for one in expected], SafetensorsFile, thread) as files:
+    with _opened_safetensors([one.path for one in expected], thread) as files:
         for file, one in zip(files, expected, strict=True):
             if file.size != one.nbytes:
                 raise Refused(f"{file.name} has {file.size} bytes, not {one.nbytes}")
             check_names({place.name for place in file.places}, file.name)
-        _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
         buffers = ReadBuffers(max((_span(file.places) for file in files), default=0))
         rate_limit = rate_limit.for_another_thread()
         contents: list[torch.Tensor] = []
@@ -143,7 +143,7 @@ def read_verified(
             for file in files:
                 content = contents.pop(0)
                 for place in sorted(file.places, key=lambda place: place.name):
-                    yield place.name, place.of(content, len(file.head))
+                    yield place.name, place.of(content, file.start)
         finally:
             contents.clear()
             buffers.give_back()
@@ -154,7 +154,7 @@ def _read_and_verify(
 ) -> None:
     if file.places:
         _read(file, content, file.places, rate_limit, forgets_pages=False)
-    digest = hashlib.sha256(file.head)
+    digest = file.head_sha256.copy()
     for piece in content.split(PIECE_BYTES):
         digest.update(piece.numpy().data)
         rate_limit.spend(len(piece))
@@ -175,7 +175,7 @@ def read_pickled(
         for file in files:
             tensors = thread.do(partial(_unpickle, file))
             rate_limit.spend(file.size)
-            _refuse_twice([(file.name, tensors)], seen)
+            _refuse_twice(file.name, tensors, seen)
             for name in list(tensors):
                 # out of the dict: a full dict would keep all memory to the end
                 yield name, tensors.pop(name)
@@ -183,12 +183,41 @@ def read_pickled(
 
 
 @contextmanager
-def _opened(paths: list[str], kind: type[F], thread: AbandonableThread) -> Iterator[list[F]]:
+def _opened_safetensors(
+    paths: list[str], thread: AbandonableThread
+) -> Iterator[list[SafetensorsFile]]:
+    """Open the files. What their headers hold together is limited, before all are in memory."""
+    seen: dict[str, str] = {}
+    header_bytes = 0
+
+    def look(file: SafetensorsFile) -> None:
+        nonlocal header_bytes
+        header_bytes += file.start
+        if header_bytes > _MOST_HEADERS_BYTES:
+            raise Refused(
+                f"the headers of its files have {header_bytes} bytes up to {file.name}, at most "
+                f"{_MOST_HEADERS_BYTES} are allowed"
+            )
+        _refuse_twice(file.name, (place.name for place in file.places), seen)
+
+    with _opened(paths, SafetensorsFile, thread, look) as files:
+        yield files
+
+
+@contextmanager
+def _opened(
+    paths: list[str],
+    kind: type[F],
+    thread: AbandonableThread,
+    look: Callable[[F], None] = lambda file: None,
+) -> Iterator[list[F]]:
+    """Open the files. ``look`` gets each one before the next is opened."""
     files: list[F] = []
     with ExitStack() as stack:
         for path in paths:
             file = thread.do(partial(kind, path, os.path.basename(path)))
             stack.callback(file.close)
+            look(file)
             files.append(file)
         yield files
         for file in files:
@@ -219,15 +248,14 @@ def _unpickle(file: RegularFile) -> dict[str, Any]:
     return tensors
 
 
-def _refuse_twice(
-    files: Iterable[tuple[str, Iterable[str]]], seen: dict[str, str] | None = None
-) -> None:
-    """Raise ``Refused`` for a name in two files: without an index both could be meant."""
-    seen = {} if seen is None else seen
-    for file, names in files:
-        for name in names:
-            if (first := seen.setdefault(name, file)) != file:
-                raise Refused(f"tensor {shorten(name)!r} is in {first} and in {file}")
+def _refuse_twice(file: str, names: Iterable[str], seen: dict[str, str]) -> None:
+    """Raise ``Refused`` for a name in two files: without an index both could be meant.
+
+    ``seen`` has the file of each name so far.
+    """
+    for name in names:
+        if (first := seen.setdefault(name, file)) != file:
+            raise Refused(f"tensor {shorten(name)!r} is in {first} and in {file}")
 
 
 def read_stored(folder: Path) -> dict[str, Stored]:

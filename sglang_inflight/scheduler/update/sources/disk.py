@@ -37,6 +37,7 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
+from sglang_inflight.scheduler.update.sources.regular_file import read_whole
 from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
@@ -161,10 +162,11 @@ class Folder:
 
     def read_json(self, name: str, shape: type[S], most: int) -> S:
         """Return a JSON file of at most ``most`` bytes. Raise ``Refused`` if it is not there."""
-        if not self.check_size(name, most):
+        content = read_whole(os.path.join(self.path, name), name, most)
+        if content is None:
             raise Refused(f"it has no {name}")
         try:
-            return msgspec.json.decode(Path(self.path, name).read_bytes(), type=shape)
+            return msgspec.json.decode(content, type=shape)
         except (msgspec.DecodeError, RecursionError) as error:
             raise Refused(f"{name} cannot be read: {shorten(str(error))}") from error
 

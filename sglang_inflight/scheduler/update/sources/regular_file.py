@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import mmap
 import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -42,10 +44,11 @@ class RegularFile:
     interpreter, however long it takes.
     """
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, *, follows_links: bool = True) -> None:
         self.name = name
         self._path = path
-        self._file = _open(path, name)
+        self._flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+        self._file = _open(path, name, self._flags)
         try:
             self._identity = _identify(self._file, name)
         except BaseException:
@@ -78,7 +81,7 @@ class RegularFile:
 
     def check_unchanged(self) -> None:
         """Raise ``Refused`` if the file was written or replaced since it was opened."""
-        with _open(self._path, self.name) as again:
+        with _open(self._path, self.name, self._flags) as again:
             # opened again, because a network mount asks its server at the opening
             if (
                 not _identify(again, self.name)
@@ -95,15 +98,28 @@ class RegularFile:
         self._file.close()
 
 
-def _open(path: str, name: str) -> io.FileIO:
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+def read_whole(path: str, name: str, most: int) -> bytes | None:
+    """Return a file's content, or None if there is no file.
 
+    Raises ``Refused`` if it is no regular file, or has more than ``most`` bytes.
+    """
+    if not os.path.lexists(path):
+        return None
+    with closing(RegularFile(path, name)) as file:
+        if file.size > most:
+            raise Refused(f"{name} has {file.size} bytes, at most {most} are allowed")
+        return file.read(file.size, 0)
+
+
+def _open(path: str, name: str, more_flags: int) -> io.FileIO:
     try:
-        return io.FileIO(path, "r", opener=opener)
+        return io.FileIO(path, "r", opener=lambda path, flags: os.open(path, flags | more_flags))
     except IsADirectoryError:
         raise Refused(f"{name} is no regular file") from None
     except OSError as error:
+        # a link, where none is followed
+        if error.errno == errno.ELOOP:
+            raise Refused(f"{name} is no regular file") from None
         raise Refused(f"{name} cannot be opened: {error.strerror}") from error
 
 

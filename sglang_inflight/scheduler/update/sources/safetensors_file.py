@@ -6,8 +6,9 @@ is small: the header's length in eight bytes, the header in JSON, and the tensor
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -78,12 +79,12 @@ class Place:
         return mine.view(self.dtype).view(self.shape)
 
 
-def write_head(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes before the first tensor, for a file of ``tensors`` in this order.
 
-    Raises ``Refused`` if the format has no name for a dtype.
+    ``metadata`` comes first. Raises ``Refused`` if the format has no name for a dtype.
     """
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, object] = {_METADATA: metadata}
     at = 0
     for name, tensor in tensors:
         if (dtype := _NAMES.get(tensor.dtype)) is None:
@@ -102,8 +103,9 @@ class SafetensorsFile(RegularFile):
     def __init__(self, path: str, name: str) -> None:
         super().__init__(path, name)
         try:
-            # the bytes before the first tensor, and the tensors in the order of the file
-            self.head, self.places = self._read_header()
+            # where the first tensor begins, the hash of the bytes before it, and the tensors in the
+            # order of the file
+            self.start, self.head_sha256, self.places = self._read_header()
         except BaseException:
             self.close()
             raise
@@ -119,7 +121,7 @@ class SafetensorsFile(RegularFile):
         if batch:
             yield batch
 
-    def _read_header(self) -> tuple[bytes, list[Place]]:
+    def _read_header(self) -> tuple[int, hashlib._Hash, list[Place]]:
         if self.size < _LENGTH_BYTES:
             raise self._malformed("it is too short")
         in_front = self.read(_LENGTH_BYTES, 0)
@@ -130,20 +132,23 @@ class SafetensorsFile(RegularFile):
             )
         if length > MOST_HEADER_BYTES:
             raise self._malformed(f"its header has {length} bytes, {MOST_HEADER_BYTES} at most")
+        start = _LENGTH_BYTES + length
         header = self.read(length, _LENGTH_BYTES)
         try:
             # first the whole and then each entry, so that other threads get the interpreter
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             entries.pop(_METADATA, None)
             places = [
-                self._place(name, msgspec.json.decode(entry, type=_Entry), _LENGTH_BYTES + length)
+                self._place(name, msgspec.json.decode(entry, type=_Entry), start)
                 for name, entry in entries.items()
             ]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._malformed(f"its header: {shorten(str(error))}") from error
         places.sort(key=lambda place: (place.start, place.end))
-        self._check_tiles(places, _LENGTH_BYTES + length)
-        return in_front + header, places
+        self._check_tiles(places, start)
+        sha256 = hashlib.sha256(in_front)
+        sha256.update(header)
+        return start, sha256, places
 
     def _place(self, name: str, entry: _Entry, base: int) -> Place:
         if (dtype := _DTYPES.get(entry.dtype)) is None:
