@@ -123,9 +123,7 @@ class Controller:
             ends_mismatched=settings.pd_mismatch == "abort",
         )
         adapter_versions = AdapterVersions()
-        self.contracts = Contracts(
-            scheduler, boundary.requests, self.versions, adapter_versions, metrics
-        )
+        self.contracts = Contracts(scheduler, boundary, self.versions, adapter_versions, metrics)
         self.adapters = Adapters(scheduler, boundary, self.fence, adapter_versions, self.contracts)
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
