@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.marker import FIRST
 from harness.server import Server
 from tests.support.kv_runs import kv_runs, kv_without_reuse, runs
 from tests.support.load import (
@@ -85,6 +86,26 @@ def test_reused_prefix_keeps_its_kv_versions(
     else:
         assert reused == 0
         assert kv_runs(output) == [("v1", 67)]
+
+
+def test_kv_that_new_weights_made_is_theirs_where_the_cache_holds_it_by_older_weights(
+    any_server: Server, checkpoints: Path
+) -> None:
+    """At its end the request's own KV is given up for the cached KV of the same tokens."""
+    forced = {"logit_bias": {str(FIRST): 500}}
+    input_ids = prompt(64)
+    (first,) = start(any_server, 1, tokens=40, input_ids=input_ids, sampling=forced)
+    assert kv_runs(expect_whole(first)) == [("v0", 103)]
+    update(any_server, checkpoints, 1, non_blocking=True, kv_cache="keep")
+    (second,) = start(any_server, 1, tokens=20, input_ids=input_ids, sampling=forced)
+    (third,) = start(any_server, 1, tokens=1, input_ids=input_ids, sampling=forced)
+    assert second.output().meta["cached_tokens"] == 63
+    assert kv_runs(second.output()) == [("v0", 64), ("v1", 19)]
+    # no forward follows the prefill, which has read its own slot
+    assert kv_runs(third.output()) == [("v0", 63), ("v1", 1)]
+    # the cache keeps the KV that it has
+    (again,) = start(any_server, 1, tokens=1, input_ids=[*input_ids, *[FIRST] * 19, *prompt(8)])
+    assert kv_runs(expect_whole(again)) == [("v0", 83), ("v1", 8)]
 
 
 def test_prefix_of_three_versions_keeps_its_kv_versions(

@@ -146,13 +146,16 @@ def test_unknown_version_is_a_conflict(any_server: Server, checkpoints: Path) ->
 
 
 def test_lost_version_ends_its_requests(any_server: Server, checkpoints: Path) -> None:
-    """The next update is staged over the previous version."""
+    """The next update is staged over the previous version. A request may wait for its grammar."""
+    in_grammar_queue = pinned(0)
+    in_grammar_queue["sampling"] |= {"regex": "(a|b|c|e)+"}
     update(any_server, checkpoints, 1, **LIVE)
     running = start_running(any_server, 2, tokens=ENDLESS, **pinned(0))
     served = start_running(any_server, 1, tokens=ENDLESS, **pinned(1))
     pause(any_server, "in_place")
     waiting = start(any_server, 2, tokens=4, stream=False, **pinned(0))
-    until_waiting(any_server, 2)
+    waiting += start(any_server, 1, tokens=4, stream=False, **in_grammar_queue)
+    until_waiting(any_server, 3)
     update(any_server, checkpoints, 2, kv_cache="fence", **LIVE)
     for generation in waiting:
         generation.wait_for_end()

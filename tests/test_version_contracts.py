@@ -140,10 +140,17 @@ def test_commit_after_the_door_gives_no_token_of_another_version(
     pause(any_server, "in_place")
     (bound,) = start(any_server, 1, tokens=4, stream=stream, exact_weight_version="v0")
     (free,) = start(any_server, 1, tokens=4, min_epoch=0)
-    until_waiting(any_server, 2)
+    # its grammar is not compiled in the pause
+    (in_grammar_queue,) = start(
+        any_server, 1, tokens=4, stream=stream, exact_weight_version="v0",
+        sampling={"regex": f"(a|b|{kv}|{stream})+"},
+    )  # fmt: skip
+    until_waiting(any_server, 3)
     update(any_server, checkpoints, 1, kv_cache=kv)
-    # it ends in the pause already
+    # both end in the pause already
     bound.wait_for_end()
+    in_grammar_queue.wait_for_end()
+    assert (in_grammar_queue.refusal is None) == stream
     if stream:
         output = bound.output()
         assert output.tokens == []

@@ -428,6 +428,14 @@ def test_sleep_level_0_pauses_until_wake_up(vllm_server: Server, vllm: VLLMClien
     expect_all_go_on(generations)
 
 
+def test_refused_resume_of_a_sleeping_server_names_wake_up(vllm: VLLMClient) -> None:
+    """Ranks name SGLang's calls in their errors."""
+    vllm.post("/sleep", level=1, mode="keep")
+    vllm.refuse("/resume", "/wake_up brings it back", status=409)
+    vllm.post("/wake_up")
+    assert vllm.get("/is_sleeping") == {"is_sleeping": False}
+
+
 def test_abort_requests_aborts_the_named_or_all(vllm_server: Server, vllm: VLLMClient) -> None:
     one, *others = start_running(vllm_server, 3, tokens=ENDLESS)
     assert vllm.post("/abort_requests", {"request_ids": [one.rid]})["aborted"] == 1

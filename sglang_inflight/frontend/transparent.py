@@ -4,13 +4,18 @@
     pause_generation              opens a *window*, and is granted at once
     flush_cache                   succeeds at once: the commit flushes or fences the cache
     an update, by any route       is staged into the window's session; the first begins it
-    begin, end_weight_update      succeed, and begin and end nothing
+    begin_weight_update           says how the session is begun. With ``expected_version`` it
+                                  begins the session
+    end_weight_update             says how the session ends, and ends nothing
     update_weight_version         names the version of the commit
     continue_generation           seals, votes and commits; answers with the outcome
 
 The pause's mode decides about running requests at the commit: ``retract`` recomputes their KV,
 ``in_place`` keeps their KV (and fences it off from later requests), ``abort`` ends them with
-their tokens so far.
+their tokens so far. An explicit ``kv_cache`` overrides the mode's KV policy.
+
+A field that a session would honour is honoured, and one that a session would refuse is refused.
+All pieces of a window are staged over one served version, so each ``expected_version`` must be it.
 
 A window becomes a real pause if memory is to be released, or if no weights arrive for a while. A
 pause with a lease or an id is real from the beginning: its caller knows this server.
@@ -71,6 +76,7 @@ from sglang_inflight.vocabulary.bodies import (
     ReleaseMemoryBody,
     SealBody,
     UpdateBody,
+    choose_kv_policy,
 )
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 
@@ -99,11 +105,13 @@ class Window:
     # begun with the first piece
     session_id: str | None = None
     beginning: SharedCall[str] = field(default_factory=SharedCall)
+    # the client's begin_weight_update, and that of the window's session
+    asked: BeginBody = field(default_factory=BeginBody)
+    begun: BeginBody | None = None
+    # of the session's end
     weight_version: str | None = None
-    # of the client's begin_weight_update
-    partial: bool | None = None
-    # as in BeginBody's received_digest, and in EndBody
-    asks_digests: bool = False
+    kv_cache: KVPolicy | None = None
+    torch_empty_cache: bool = False
     expected_digest: str | None = None
     # why the session was dropped
     failure: InflightError | None = None
@@ -128,6 +136,24 @@ class Window:
         """Record a failure. The first one counts: later ones follow from it."""
         self.failure = self.failure or why
 
+    def ask(self, body: BeginBody) -> None:
+        """Note how the session is to be begun. Raises ``Conflict`` if it is begun differently."""
+        nothing = BeginBody()
+        begun = self.begun
+        if begun is None:
+            self.asked = body
+            return
+        differ = [
+            name
+            for name in ("selector", "partial", "on_busy", "lease_s", "received_digest")
+            if getattr(body, name) not in (getattr(nothing, name), getattr(begun, name))
+        ]
+        if differ:
+            raise Conflict(
+                f"the window's session has begun without this {' and '.join(differ)}: call "
+                "begin_weight_update before the first piece"
+            )
+
     @contextmanager
     def counted(self, piece: Arrival) -> Iterator[None]:
         """Count a piece for the time of the block. The window's end waits for all pieces."""
@@ -148,10 +174,10 @@ class Window:
             self.fail(error)
             raise
         except asyncio.CancelledError:
-            self.fail(Dropped("a piece's caller has left before the answer"))
+            self.fail(Dropped("a caller has left before its answer"))
             raise
         except BaseException as error:
-            self.fail(Dropped(f"a piece failed: {error!r}"))
+            self.fail(Dropped(f"a call of the window failed: {error!r}"))
             raise
 
     async def until_all_are_in(self, timeout_s: float) -> None:
@@ -208,6 +234,7 @@ class Transparent:
         self._in_background = in_background
         self._tasks = tokenizer_manager.asyncio_tasks
         self._window: Window | None = None
+        self._releasing = asyncio.Lock()
         # kept until the next pause, or until its failure was delivered
         self._ended: Window | None = None
 
@@ -300,6 +327,7 @@ class Transparent:
             return await self._updates.update(body)
         with window.counted(Arrival(is_whole=True)), window.failing():
             session_id = await self._join(window, body)
+            window.kv_cache = body.kv_cache or window.kv_cache
             piece = msgspec.structs.replace(
                 body,
                 session_id=session_id,
@@ -307,7 +335,8 @@ class Transparent:
                 # decided at the commit, by the window's mode
                 flush_cache=False,
                 kv_cache=None,
-                abort_all_requests=window.mode == "abort",
+                abort_all_requests=body.abort_all_requests or window.mode == "abort",
+                # both were for the session's begin
                 on_busy="wait",
                 expected_version=None,
             )
@@ -334,9 +363,17 @@ class Transparent:
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
             return await self._updates.begin(body)
-        window.require_whole()
-        window.partial = body.partial
-        window.asks_digests = body.received_digest
+        with window.counted(Arrival(is_whole=True)), window.failing():
+            window.require_whole()
+            if body.new_id is not None:
+                raise Refused(
+                    "new_id names a session of its own, and this one is the window's "
+                    "(SGLANG_INFLIGHT_TRANSPARENT): leave it out, or pass non_blocking=true"
+                )
+            window.ask(body)
+            if body.expected_version is not None:
+                await window.beginning.join(lambda: self._begin(window, body.partial))
+                self._require_base(window, body.expected_version)
         # a client may take long between begin and its first piece
         self._start_grace(window, self._settings.update_timeout_s)
         return Deferred(message="The pieces go live at continue_generation.")
@@ -353,6 +390,9 @@ class Transparent:
         window.require_whole()
         window.weight_version = body.weight_version or window.weight_version
         window.expected_digest = body.expected_digest or window.expected_digest
+        window.torch_empty_cache |= body.torch_empty_cache
+        if body.kv_cache is not None or body.flush_cache is not None:
+            window.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
         return Deferred(message="The session goes live at continue_generation.")
 
     async def abort(self, body: AbortUpdateBody) -> None:
@@ -375,9 +415,19 @@ class Transparent:
         return self._window is not None and self._window.pause_id is None
 
     async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:
-        if self._window is not None:
-            await self._pause_really(self._window)
-        return await self._memory.release(body)
+        window = self._window
+        if window is None:
+            return await self._memory.release(body)
+        async with self._releasing:
+            was_paused = window.pause_id is not None
+            await self._pause_really(window)
+            try:
+                return await self._memory.release(body)
+            except Refused:
+                # all memory is there, and this window's generation goes on
+                if not was_paused:
+                    await asyncio.shield(self._end_pause(window))
+                raise
 
     # ---- the window ------------------------------------------------------------------
 
@@ -388,22 +438,36 @@ class Transparent:
         """
         async with self._groups.mark_broken_on_failure(source_of(body)):
             window.require_whole()
-            return await window.beginning.join(lambda: self._begin(window, body))
+            session_id = await window.beginning.join(lambda: self._begin_with(window, body))
+            self._require_base(window, body.expected_version)
+            if body.partial not in (None, self._is_partial(window)):
+                raise Conflict(
+                    f"partial is {body.partial}, and the window's session has begun with another"
+                )
+            return session_id
 
-    async def _begin(self, window: Window, first: UpdateBody) -> str:
+    async def _begin_with(self, window: Window, first: UpdateBody) -> str:
+        asked, nothing = window.asked, BeginBody()
+        if isinstance(first, DiskBody) and asked.selector == nothing.selector:
+            asked = msgspec.structs.replace(asked, selector=first.selector)
+        if asked.on_busy == nothing.on_busy:
+            asked = msgspec.structs.replace(asked, on_busy=first.on_busy)
+        window.asked = msgspec.structs.replace(asked, expected_version=first.expected_version)
+        partial = first.partial if first.sends_pieces else first.is_partial
+        return await self._begin(window, partial if asked.partial is None else asked.partial)
+
+    async def _begin(self, window: Window, partial: bool | None) -> str:
+        """Begin the session; None leaves ``partial`` to ``SGLANG_INFLIGHT_SESSIONS``."""
         window.end_grace()
         if window.before is not None:
             await asyncio.wait({window.before})
-        begun = await self._updates.begin(
-            BeginBody(
-                selector=first.selector if isinstance(first, DiskBody) else "all",
-                non_blocking=True,
-                partial=self._partial_of(window, first),
-                expected_version=first.expected_version,
-                lease_s=self._settings.update_timeout_s,
-                received_digest=window.asks_digests,
-            )
+        window.begun = msgspec.structs.replace(
+            window.asked,
+            non_blocking=True,
+            partial=partial,
+            lease_s=window.asked.lease_s or self._settings.update_timeout_s,
         )
+        begun = await self._updates.begin(window.begun)
         window.session_id = begun.session_id
         if window.failure is not None:
             # No other code ends this session: a concurrent piece failed, or a new window replaced
@@ -412,12 +476,21 @@ class Transparent:
             window.require_whole()
         return begun.session_id
 
-    @staticmethod
-    def _partial_of(window: Window, first: UpdateBody) -> bool | None:
-        """Return the session's ``partial``; None leaves it to ``SGLANG_INFLIGHT_SESSIONS``."""
-        if window.partial is not None:
-            return window.partial
-        return first.partial if first.sends_pieces else first.is_partial
+    def _require_base(self, window: Window, expected: str | None) -> None:
+        """Raise ``Conflict`` unless the window's session is staged over version ``expected``.
+
+        The ranks have compared the version of the session's begin. The session has the turn since
+        then, so no other update has changed the served version.
+        """
+        served = self._tokenizer_manager.config_value("weight_version")
+        begun = window.begun.expected_version if window.begun is not None else None
+        if expected not in (None, begun, served):
+            raise Conflict(f"expected_version is {expected!r}, but {served!r} is serving")
+
+    def _is_partial(self, window: Window) -> bool:
+        """Return whether the window's session, which has begun, is partial."""
+        partial = window.begun.partial if window.begun is not None else None
+        return self._settings.sessions != "whole" if partial is None else partial
 
     async def _go_on(self, body: ContinueBody, window: Window) -> Release:
         try:
@@ -448,7 +521,8 @@ class Transparent:
                     session_id=window.session_id,
                     non_blocking=True,
                     weight_version=window.weight_version,
-                    kv_cache=as_sglang_does(policy, self._can),
+                    kv_cache=window.kv_cache or as_sglang_does(policy, self._can),
+                    torch_empty_cache=window.torch_empty_cache,
                     expected_digest=window.expected_digest,
                 )
             )
@@ -482,6 +556,13 @@ class Transparent:
 
     async def _pause_really(self, window: Window) -> None:
         await window.pausing.join(lambda: self._take_pause(window))
+
+    async def _end_pause(self, window: Window) -> None:
+        """Release the window's real pause: the call that needed it was refused."""
+        pause_id, window.pause_id, window.pausing = window.pause_id, None, SharedCall()
+        await self._pauses.give_back(pause_id)
+        if self._window is window:
+            self._start_grace(window, self._settings.transparent_grace_s)
 
     async def _take_pause(self, window: Window) -> None:
         if self._window is not window:

@@ -7,7 +7,7 @@ requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -147,7 +147,7 @@ class Boundary:
         scheduler = self._scheduler
         grammars = scheduler.grammar_manager
         without_grammar = [req for req in grammars.grammar_queue if _is_meant(req, request)]
-        grammars.grammar_queue = [r for r in grammars.grammar_queue if r not in without_grammar]
+        grammars.grammar_queue = [r for r in grammars.grammar_queue if not _is_meant(r, request)]
         for req in without_grammar:
             compiling: Any = req.grammar
             if compiling is not None:
@@ -160,7 +160,7 @@ class Boundary:
         prealloc = scheduler.disagg_decode_prealloc_queue
         held = [req for req in prealloc.held_rebootstrap_reqs if _is_meant(req, request)]
         prealloc.held_rebootstrap_reqs = [
-            req for req in prealloc.held_rebootstrap_reqs if req not in held
+            req for req in prealloc.held_rebootstrap_reqs if not _is_meant(req, request)
         ]
         for req in held:
             # the last token, kept apart for the prefill that is not going to happen
@@ -226,26 +226,58 @@ class Boundary:
         for req in held:
             scheduler._add_request_to_queue(req)
 
-    def end(self, req: Req, reason: FINISH_ABORT) -> None:
-        """End a request with its tokens: a queued one now, a running one at its next result."""
-        req.to_finish = reason
+    def end(self, reasons: Mapping[Req, FINISH_ABORT]) -> None:
+        """End requests with their tokens: queued ones now, running ones at their next result.
+
+        SGLang's abort ends queued requests, too. But it would look through every queue for each of
+        them, end every request with an id that begins with one of theirs, and leave a request
+        without a compiled grammar to a batch that may never come. Here each queue is looked through
+        once, and the outputs go out together.
+        """
+        for req, reason in reasons.items():
+            req.to_finish = reason
+        ended = self._take_queued(reasons)
+        for req in ended:
+            req.update_finish_state()
+            self._release_queued(req)
+            req.time_stats.set_completion_time()
+        if ended:
+            with_logprobs = any(req.return_logprob for req in ended)
+            self._scheduler.output_streamer.stream_output(ended, with_logprobs)
+
+    def _take_queued(self, reqs: Container[Req]) -> list[Req]:
+        """Remove those of ``reqs`` from the queues that wait there, and return these."""
+        scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
+        without_grammar = [req for req in grammars.grammar_queue if req in reqs]
+        for req in without_grammar:
+            compiling: Any = req.grammar
+            if compiling is not None:
+                compiling.cancel()
+        if without_grammar:
+            grammars.grammar_queue = [req for req in grammars.grammar_queue if req not in reqs]
+        waiting = [req for req in scheduler.waiting_queue if req in reqs]
+        if waiting:
+            scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in reqs]
+        return waiting + without_grammar
+
+    def _release_queued(self, req: Req) -> None:
+        """Release what a request has that was taken from a queue, as SGLang's abort does.
+
+        Such a request has KV on a decode server alone.
+        """
         scheduler = self._scheduler
-        if req not in scheduler.waiting_queue:
-            return
-        scheduler.waiting_queue.remove(req)
-        req.update_finish_state()
         scheduler._release_aborted_request(req)
+        if req.beam_group is not None:
+            scheduler.beam_coordinator.retire_group(req)
         if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            self._release_kv(req)
-        req.time_stats.set_completion_time()
-        scheduler.output_streamer.stream_output([req], req.return_logprob)
+            if req.kv.holds_kv or req.kv.retraction_backup is not None:
+                self._release_kv(req)
+        elif scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            scheduler.release_aborted_prefill_waiting_req(req)
+        elif req.kv.holds_mamba:
+            release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
 
     def _release_kv(self, req: Req) -> None:
-        """Release a request's KV, which a waiting request has only on a decode server.
-
-        SGLang's abort does the same. But it would also end every request with an id that begins
-        with this request's id, and forget unsent tokens.
-        """
         scheduler = self._scheduler
         if get_disagg().disaggregation_decode_host_receive_threshold < 1:
             discard_kv_cache_backup(req, scheduler.tree_cache, "host_pool")

@@ -124,9 +124,7 @@ class Controller:
             ends_mismatched=settings.pd_mismatch == "abort",
         )
         adapter_versions = AdapterVersions()
-        self.contracts = Contracts(
-            scheduler, boundary.requests, self.versions, adapter_versions, metrics
-        )
+        self.contracts = Contracts(scheduler, boundary, self.versions, adapter_versions, metrics)
         self.adapters = Adapters(
             scheduler, boundary, self.fence, adapter_versions, self.contracts, self._answers
         )
@@ -374,11 +372,12 @@ class Controller:
         """Read what the slots of ``req`` tell, before its row of KV slots is freed.
 
         For a finished request these are its KV versions, for a retracted one its captured rows.
+        The first reading counts: by a later one the prefix cache may have changed the row.
         """
-        if req.finished():
-            record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
-        else:
+        if not req.finished():
             self._captured.keep(req)
+        elif record_of(req).kv_versions is None:
+            record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
         """End a request of a streaming session by calling ``keep``, and return its result.
@@ -386,7 +385,6 @@ class Controller:
         ``keep`` leaves the request's KV to the session's next request, if it can. KV that is
         fenced off is released instead: the next request recomputes its history.
         """
-        self.before_release(req)
         session = req.session
         is_kept = keep()
         if is_kept and session is not None and record_of(req).is_fenced_off:

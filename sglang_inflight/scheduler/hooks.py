@@ -263,7 +263,14 @@ def record_taken(
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: PatchedReqToTokenPool, req: object) -> None:
+def read_before_release(req: Req, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
+    """Read a finished request's slots before the prefix cache puts its own in their place."""
+    pool: PatchedReqToTokenPool = tree_cache.req_to_token_pool
+    if req.finished() and req.kv.holds_kv:
+        pool.inflight.before_release(req)
+
+
+def read_before_freeing(pool: PatchedReqToTokenPool, req: object) -> None:
     # an ending streaming session frees a row, too, and is no request
     if isinstance(req, AnyRequest):
         pool.inflight.before_release(req)
@@ -466,10 +473,11 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-        read_before_release,
+        read_before_freeing,
         HookType.BEFORE,
     ),
-    (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
+    (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_freeing, HookType.BEFORE),
+    (f"{_KV}.release_kv_cache", read_before_release, HookType.BEFORE),
     (f"{_KV}.checkpoint_kv_cache", keep_before_caching, HookType.BEFORE),
     (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
     (f"{_SESSION}.create_req", detach_refused, HookType.AFTER),

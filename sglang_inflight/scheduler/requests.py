@@ -275,6 +275,8 @@ class RequestRecord:
     is_fenced_off: bool = False
     # before that, SGLang itself kept the request out of the prefix cache
     was_kept_out: bool = False
+    # its ``extra_key`` has no mark but ours (``prefix_fence.py``)
+    has_own_key: bool = False
     # the weights of every token, or why they cannot be had
     pin: Pin | Unreachable | None = None
     # captured rows of earlier forwards, by the name of the request's attribute

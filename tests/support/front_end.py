@@ -136,6 +136,8 @@ class OneRank:
             case OpenCall(update_id=update_id):
                 if self.update_id is not None:
                     return conflict("another weight update is open")
+                if call.expected_version not in (None, self.version):
+                    return conflict(f"{self.version!r} is serving")
                 self.update_id, self.is_sealed = update_id, False
                 return Opened(in_place=False)
             case StageCall() | SealCall() | CommitCall() if call.update_id != self.update_id:

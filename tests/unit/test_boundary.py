@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_inflight.scheduler import boundary
+from sglang_inflight.scheduler.versions.contracts import Contracts
+from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.unit.fakes import QueuedRequest, full_scheduler
 
 
@@ -46,6 +50,139 @@ def test_requests_in_hisparse_backup_are_retracted(
     assert there.retract() == 3
     # SGLang's own retraction handles requests in batches
     assert (freed, scheduler.waiting_queue, told) == ([earlier], [earlier], ["retract"])
+
+
+class Waiting(QueuedRequest):
+    """A queued request whose contract an ``exact_weight_version`` of v0 is."""
+
+    def __init__(self, rid: str) -> None:
+        super().__init__()
+        self.rid = rid
+        self.kv.holds_mamba, self.kv.retraction_backup = False, None
+        self.sampling_params = SimpleNamespace(custom_params={"exact_weight_version": "v0"})
+        self.output_ids: list[int] = []
+        self.pd_rebootstrap_forced_output_id = self.to_finish = self.grammar = None
+        self.return_logprob = False
+        self.lora_id = None
+        self.finished_reason: Any = None
+        self.time_stats = SimpleNamespace(set_completion_time=lambda: None)
+
+    def update_finish_state(self) -> None:
+        self.finished_reason, self.to_finish = self.to_finish, None
+
+
+class Compiling:
+    """A grammar that is being compiled."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Scanned(list[Any]):
+    """A queue that counts how often it is looked through."""
+
+    scans = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Scanned.scans += 1
+        return super().__iter__()
+
+    def __contains__(self, item: object) -> bool:
+        Scanned.scans += 1
+        return super().__contains__(item)
+
+    def remove(self, item: Any) -> None:
+        Scanned.scans += 1
+        super().remove(item)
+
+    def pop(self, *at: Any) -> Any:
+        Scanned.scans += 1
+        return super().pop(*at)
+
+
+class ScannedScheduler:
+    """A scheduler whose queues stay ``Scanned`` when they are replaced."""
+
+    def __init__(self, waiting: int, without_grammar: int) -> None:
+        self.grammar_manager = ScannedGrammars()
+        self.waiting_queue = [Waiting(f"step{n}") for n in range(waiting)]
+        compiling = [Waiting(f"regex{n}") for n in range(without_grammar)]
+        for req in compiling:
+            req.grammar = Compiling()  # type: ignore[assignment]
+        self.grammar_manager.grammar_queue = compiling
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.chunked_req = None
+        self.released: list[Any] = []
+        self._release_aborted_request = self.released.append
+        self.sent: list[list[Any]] = []
+        self.output_streamer = SimpleNamespace(
+            stream_output=lambda reqs, with_logprobs: self.sent.append(reqs)
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, Scanned(value) if name == "waiting_queue" else value)
+
+
+class ScannedGrammars:
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, Scanned(value))
+
+
+def break_contracts(scheduler: Any) -> None:
+    """Check the contracts of all queued requests, with v1 served."""
+    metrics: Any = SimpleNamespace(broken_contracts=SimpleNamespace(inc=lambda _=1: None))
+    served: Any = SimpleNamespace(label=VersionLabel(1, "v1"))
+    adapters: Any = SimpleNamespace(of=lambda req: None)
+    there = boundary.Boundary(scheduler, metrics)
+    Contracts(scheduler, there, served, adapters, metrics).check_waiting()
+
+
+def test_commit_looks_through_the_queues_no_oftener_if_more_contracts_break() -> None:
+    scans = []
+    for many in (3, 300):
+        scheduler: Any = ScannedScheduler(many, many)
+        Scanned.scans = 0
+        break_contracts(scheduler)
+        scans.append(Scanned.scans)
+        assert (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue) == ([], [])
+        # all outputs in one message
+        assert [len(sent) for sent in scheduler.sent] == [2 * many]
+    assert scans[0] == scans[1]
+
+
+def test_commit_spares_a_request_whose_id_begins_with_a_broken_ones() -> None:
+    scheduler: Any = ScannedScheduler(11, 0)
+    broken, *_, kept = scheduler.waiting_queue
+    for req in scheduler.waiting_queue:
+        if req is not broken:
+            req.sampling_params.custom_params = None
+    assert (broken.rid, kept.rid) == ("step0", "step10")
+    broken.rid = "step1"
+    break_contracts(scheduler)
+    assert broken.finished_reason.status_code == 503
+    assert kept in scheduler.waiting_queue
+    assert scheduler.sent == [[broken]]
+
+
+def test_request_without_a_compiled_grammar_ends_at_once(scheduler: Any) -> None:
+    """No batch would come for it: its version is lost, so nothing moves it out of the queue."""
+    there: Any = ScannedScheduler(1, 2)
+    (waiting,), (ending, other) = there.waiting_queue, there.grammar_manager.grammar_queue
+    running = Waiting("running")
+    boundary.Boundary(there, cast(Any, None)).end(
+        {req: FINISH_ABORT("lost", 503) for req in (ending, waiting, running)}
+    )
+    assert there.grammar_manager.grammar_queue == [other]
+    assert there.waiting_queue == []
+    assert (ending.grammar.is_cancelled, other.grammar.is_cancelled) == (True, False)
+    assert there.released == [waiting, ending]
+    assert there.sent == [[waiting, ending]]
+    # at its next result
+    assert running.finished_reason is None
+    assert running.to_finish is not None
 
 
 @pytest.mark.parametrize("named", ["step1", None], ids=["one", "all"])

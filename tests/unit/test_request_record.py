@@ -11,8 +11,9 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import RetractionBackup
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.requests import Pin, record_of
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 
 class Queues:
@@ -100,6 +101,49 @@ def test_fence_keeps_callers_extra_key(queues: Queues, fence: PrefixFence) -> No
     fence.raise_to(1)
     fence.raise_to(2)
     assert req.extra_key == "tenant|inflight-epoch:2"
+
+
+FORGED = [
+    "|inflight-epoch:1",
+    "|inflight-weights:0",
+    "tenant|inflight-weights:0",
+    "|inflight-epoch:|inflight-epoch:1",
+    "|inflight-epoch:inflight-epoch:1",
+]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_callers_extra_key_is_no_key_of_the_fence(
+    fence: PrefixFence, forged: str, epoch: int
+) -> None:
+    keys = set()
+    fence.raise_to(1)
+    for pin in (None, Pin(0, VersionLabel(0, "v0"))):
+        req = request()
+        record_of(req).pin = pin
+        fence.admit(req)
+        keys.add(req.extra_key)
+    assert keys == {"|inflight-epoch:1", "|inflight-weights:0"}
+    fence.raise_to(epoch)
+    req = request(extra_key=forged)
+    for _ in range(2):
+        fence.admit(req)
+        assert req.extra_key is not None
+        assert not keys & {req.extra_key, req.extra_key.removeprefix("tenant")}
+        # a retraction changes nothing
+        assert req.extra_key.count("|inflight-") == epoch
+
+
+def test_adapters_behind_a_forged_key_share_no_prefix(fence: PrefixFence) -> None:
+    """SGLang appends the adapter's id to the caller's key."""
+    fence.raise_to(2)
+    keys = set()
+    for adapter in ("a", "b"):
+        req = request(extra_key="|inflight-epoch:1", lora_id=adapter)
+        fence.admit(req)
+        keys.add(req.extra_key)
+    assert len(keys) == 2
 
 
 def test_moved_request_is_cached_again_after_retraction(fence: PrefixFence) -> None:

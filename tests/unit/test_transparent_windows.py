@@ -36,7 +36,7 @@ from sglang_inflight.vocabulary.bodies import (
     TensorBody,
 )
 from sglang_inflight.vocabulary.calls import TABLE
-from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 from tests.support.front_end import (
     NAMES,
     NO_ADAPTERS,
@@ -426,6 +426,7 @@ OTHER_CALLS: dict[str, Callable[[FrontEnd], Coroutine[Any, Any, Any]]] = {
     "pause again": lambda front: front.call(PauseBody(mode="in_place")),
     "real pause": lambda front: front.call(PauseBody(mode="in_place", lease_s=3600.0)),
     "begin": lambda front: front.call(BeginBody()),
+    "begin over a version": lambda front: front.call(BeginBody(expected_version="v0")),
     "end": lambda front: front.call(EndBody()),
     "abort": lambda front: front.call(AbortUpdateBody()),
     "rename": lambda front: front.call(NameBody(new_version="a name")),
@@ -475,6 +476,187 @@ def test_dead_client_leaves_pause_in_status() -> None:
         assert len(front.rank.holders) == 1
         # a client still alive goes on from there
         await front.call(PIECE)
+        assert (await continue_generation(front)).receipt.weight_version == "v1"
+        await expect_nothing_held(front)
+
+    run(play_window())
+
+
+# ---- fields of a window's calls --------------------------------------------------------
+
+OTHER = "another version"
+WRONG_BASES: dict[str, list[Body]] = {
+    "the begin's": [BeginBody(expected_version=OTHER)],
+    "a later begin's": [PIECE, BeginBody(expected_version=OTHER)],
+    "the first piece's": [msgspec.structs.replace(PIECE, expected_version=OTHER)],
+    "a later piece's": [PIECE, msgspec.structs.replace(PIECE, expected_version=OTHER)],
+    "a piece's after a begin": [
+        BeginBody(expected_version="v0"),
+        msgspec.structs.replace(PIECE, expected_version=OTHER),
+    ],
+}
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("whose", WRONG_BASES)
+def test_window_over_another_base_than_expected_is_refused(whose: str) -> None:
+    *before, refused = WRONG_BASES[whose]
+
+    async def play_window() -> None:
+        front = FrontEnd(transparent=True)
+        await front.call(RETRACT)
+        for body in before:
+            await front.call(body)
+        with pytest.raises(Conflict, match="is serving"):
+            await front.call(refused)
+        # a client may go on without reading the answer
+        with pytest.raises(Dropped, match="is serving"):
+            await front.call(PIECE)
+        assert isinstance(await continue_generation(front), Dropped)
+        assert front.rank.version == "v0"
+        await expect_nothing_held(front)
+
+    run(play_window())
+
+
+@pytest.mark.usefixtures("no_arguments")
+def test_window_over_the_expected_base_goes_live() -> None:
+    async def play_window() -> None:
+        front = FrontEnd(transparent=True)
+        await front.call(RETRACT)
+        await front.call(BeginBody(expected_version="v0"))
+        for expected in ("v0", None):
+            await front.call(msgspec.structs.replace(PIECE, expected_version=expected))
+        await front.call(EndBody())
+        assert (await continue_generation(front)).receipt.weight_version == "v1"
+        (opened,) = [call for call in front.rank.told if isinstance(call, OpenCall)]
+        assert opened.expected_version == "v0"
+        await expect_nothing_held(front)
+
+    run(play_window())
+
+
+A_DIGEST = "0123456789abcdef"
+# another value of each field that shows in the ranks' messages, or is refused
+SAID: dict[type[Body], dict[str, Any]] = {
+    BeginBody: {
+        "selector": "target", "expected_version": "v0", "partial": False, "lease_s": 5.0,
+        "session_id": "s", "new_id": "s", "received_digest": True, "non_blocking": True,
+    },
+    TensorBody: {
+        "weight_version": "v7", "torch_empty_cache": True, "kv_cache": "keep",
+        "expected_version": "v0", "partial": False, "timeout_s": 5.0, "selector": "target",
+        "session_id": "s", "abort_all_requests": True, "expected_digests": {"a": A_DIGEST},
+        "expected_digest": A_DIGEST, "received_digest": True, "load_format": "direct",
+        "serialized_named_tensors": [b"a"],
+    },
+    EndBody: {
+        "session_id": "s", "non_blocking": True, "weight_version": "v7", "flush_cache": False,
+        "kv_cache": "keep", "torch_empty_cache": True, "expected_digest": A_DIGEST,
+    },
+}  # fmt: skip
+# the window's own: its mode decides about KV, and its updates never wait for requests to end
+OF_THE_WINDOW = {(TensorBody, "flush_cache"), (TensorBody, "non_blocking")}
+# seen beside another update alone
+BESIDE_OTHERS = {(BeginBody, "on_busy"), (TensorBody, "on_busy")}
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize(("shape", "name"), [(kind, name) for kind in SAID for name in SAID[kind]])
+def test_field_in_a_window_is_honoured_or_refused(shape: type[Body], name: str) -> None:
+    run(expect_effect(shape, name))
+
+
+def test_every_field_in_a_window_is_accounted_for() -> None:
+    fields = {(kind, name) for kind in SAID for name in kind.__struct_fields__}
+    said = {(kind, name) for kind in SAID for name in SAID[kind]}
+    assert fields == said | OF_THE_WINDOW | BESIDE_OTHERS
+
+
+async def expect_effect(shape: type[Body], name: str) -> None:
+    assert await effect_of(shape, {name: SAID[shape][name]}) != await effect_of(shape, {})
+
+
+async def effect_of(shape: type[Body], said: dict[str, Any]) -> Any:
+    """Play a window with ``said`` in its call of ``shape``: return what the ranks were told."""
+    front = FrontEnd(transparent=True)
+    aborts: list[Any] = []
+    front.manager.abort_request = lambda **which: aborts.append(which)
+    await front.call(RETRACT)
+    for body in (BeginBody(), PIECE, EndBody()):
+        if isinstance(body, shape):
+            body = msgspec.structs.replace(body, **said)
+        try:
+            await front.call(body)
+        except InflightError as error:
+            return repr(error)
+    session = front.two_phase.current
+    lease_s = session.lease_s if session is not None else None
+    outcome = await continue_generation(front)
+    if isinstance(outcome, InflightError):
+        return repr(outcome)
+    told = [msgspec.structs.asdict(call) for call in front.rank.told]
+    for call in told:
+        for of_each in ("call_id", "update_id", "pause_id"):
+            call.pop(of_each, None)
+        if "timeout_s" in call:
+            call["timeout_s"] = round(call["timeout_s"])
+    return lease_s, aborts, told
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("on_busy", ["wait", "refuse", "replace"])
+@pytest.mark.parametrize("says", ["begin", "piece"])
+def test_window_meets_another_session_as_its_caller_says(on_busy: Any, says: str) -> None:
+    async def play_window() -> None:
+        front = FrontEnd(transparent=True)
+        other = await front.call(BeginBody(non_blocking=True))
+        await front.call(RETRACT)
+        begin, piece = BeginBody(), PIECE
+        if says == "begin":
+            begin = BeginBody(on_busy=on_busy)
+        else:
+            piece = msgspec.structs.replace(PIECE, on_busy=on_busy)
+        await front.call(begin)
+        if on_busy == "replace":
+            await front.call(piece)
+            assert (await continue_generation(front)).receipt.weight_version == "v1"
+        else:
+            with pytest.raises(Refused, match="open" if on_busy == "wait" else other.session_id):
+                await front.call(piece)
+            assert isinstance(await continue_generation(front), Dropped)
+            await front.call(AbortUpdateBody(session_id=other.session_id))
+        await expect_nothing_held(front)
+
+    run(play_window())
+
+
+@pytest.mark.usefixtures("no_arguments")
+def test_late_begin_cannot_change_how_a_window_has_begun() -> None:
+    async def play_window() -> None:
+        front = FrontEnd(transparent=True)
+        await front.call(RETRACT)
+        await front.call(PIECE)
+        # SGLang's clients may say again what is so
+        await front.call(BeginBody())
+        with pytest.raises(Conflict, match="selector and received_digest"):
+            await front.call(BeginBody(selector="target", received_digest=True))
+        assert isinstance(await continue_generation(front), Dropped)
+        await expect_nothing_held(front)
+
+    run(play_window())
+
+
+@pytest.mark.usefixtures("no_arguments")
+def test_refused_release_leaves_a_window_running() -> None:
+    async def play_window() -> None:
+        front = FrontEnd(transparent=True)
+        await front.call(RETRACT)
+        await front.call(PIECE)
+        with pytest.raises(Refused):
+            await front.call(ReleaseMemoryBody())
+        assert front.rank.holders == []
+        assert not front.manager.is_pause
         assert (await continue_generation(front)).receipt.weight_version == "v1"
         await expect_nothing_held(front)
 

@@ -8,11 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
 
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.http.endpoints import fails_on_shutdown, guarded
 from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
-from sglang_inflight.frontend.http.vllm.routes import _Routes
+from sglang_inflight.frontend.http.vllm.routes import VLLMS_NAMES, _Routes
 from sglang_inflight.vocabulary.answers import MemoryMoved
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, OutcomeUnknown
 from tests.support.ticks import run, until_idle
 from tests.unit.fakes import ALL, PausingRank, pauses_of
@@ -108,3 +113,27 @@ def test_error_after_the_grant_releases_pause(
         assert played.rank.held == []
 
     run(play())
+
+
+def test_refusal_names_the_calls_of_its_own_client() -> None:
+    """Ranks and the front end name SGLang's calls."""
+    manager: Any = SimpleNamespace(event_loop=None)
+    why = "weights are released. resume_memory_occupation brings it back, end_weight_update not"
+
+    async def refuse() -> Any:
+        raise Conflict(why)
+
+    app = FastAPI()
+    for prefix, names in (("/vllm", {"names": VLLMS_NAMES}), ("/sglang", {})):
+        router = APIRouter(prefix=prefix, route_class=fails_on_shutdown(Lifetime(manager), **names))
+        router.add_api_route("/call", guarded(refuse), methods=["POST"])
+        app.include_router(router)
+    with TestClient(app) as client:
+        vllms, sglangs = (client.post(f"{path}/call").json() for path in ("/vllm", "/sglang"))
+    assert sglangs["message"] == why
+    said = "weights are released. /wake_up brings it back, /finish_weight_update not"
+    assert vllms["message"] == vllms["error"]["message"] == said
+
+
+def test_every_call_named_for_vllm_is_a_call_of_ours() -> None:
+    assert set(VLLMS_NAMES) <= set(TABLE)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import string
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -43,6 +46,9 @@ B = TypeVar("B", bound=Body)
 Content = Answer | dict[str, Any]
 T = TypeVar("T")
 Endpoint = Callable[..., Awaitable[Response]]
+_OURS: Mapping[str, str] = MappingProxyType({})
+# names of the call's route for calls that our errors name
+_callers_names: ContextVar[Mapping[str, str]] = ContextVar("_callers_names", default=_OURS)
 _KEPT = "".join(sorted({*string.printable} - {"%"}))
 
 
@@ -178,24 +184,37 @@ def refusal(error: InflightError) -> Response:
 
 def describe_refusal(error: InflightError) -> dict[str, Any]:
     """Return the error as JSON: the message for SGLang's, and for OpenAI's and vLLM's clients."""
-    inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
+    message = _in_callers_names(str(error))
+    inner = {"message": message, "type": type(error).__name__, "code": error.status}
     return {
         "success": False,
         "status": "error",
-        "message": str(error),
+        "message": message,
         "error": inner,
         **content_of(error),
     }
 
 
-def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:
-    """Return a route class; calls still waiting at the end of ``lifetime`` get its error."""
+def _in_callers_names(message: str) -> str:
+    names = _callers_names.get()
+    if not names:
+        return message
+    return re.sub(rf"/?\b({'|'.join(names)})\b", lambda found: names[found[1]], message)
+
+
+def fails_on_shutdown(lifetime: Lifetime, names: Mapping[str, str] = _OURS) -> type[APIRoute]:
+    """Return a route class; calls still waiting at the end of ``lifetime`` get its error.
+
+    ``names`` are the callers' names for calls that our errors name.
+    """
 
     class ShutdownAwareRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
 
             async def answer_unless_shut_down(request: Request) -> Response:
+                # each request has a task, and so a context of its own
+                _callers_names.set(names)
                 return await lifetime.unless_shut_down(answer(request))
 
             return answer_unless_shut_down

@@ -17,16 +17,15 @@ requests. Only the scheduler's thread touches this module.
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.by_version import send_abort_output
-from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.vocabulary.contracts import Contract, read_contract
 
@@ -44,13 +43,13 @@ class Contracts:
     def __init__(
         self,
         scheduler: Scheduler,
-        requests: Requests,
+        boundary: Boundary,
         versions: Versions,
         adapters: AdapterVersions,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
-        self._requests = requests
+        self._boundary = boundary
         self._versions = versions
         self._adapters = adapters
         self._metrics = metrics
@@ -74,15 +73,16 @@ class Contracts:
         server (``handover.py``): what it makes itself comes after the first token.
         """
         if self._scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
-            self.check(self._requests.waiting())
+            self.check(self._boundary.requests.waiting())
             if (chunked := self._scheduler.chunked_req) is not None:
                 self._end_chunked(chunked)
 
     def check(self, reqs: Iterable[Req]) -> None:
         """End those of the queued ``reqs`` that have no token and a broken contract."""
-        for req in list(reqs):
-            if (why := self._why_broken(req)) is not None:
-                self._end_waiting(req, why)
+        broken = {req: why for req in reqs if (why := self._why_broken(req)) is not None}
+        if broken:
+            self._metrics.broken_contracts.inc(len(broken))
+            self._end_queued({req: _reason(why) for req, why in broken.items()})
 
     def _why_broken(self, req: Req) -> str | None:
         """Return why ``req``, which has no token, must end; None for any other request."""
@@ -92,18 +92,14 @@ class Contracts:
         why = contract.why_broken(self._versions.label)
         return why or contract.why_broken_by_adapter(self._adapters.of(req))
 
-    def _end_waiting(self, req: Req, why: str) -> None:
-        self._metrics.broken_contracts.inc()
-        scheduler, reason = self._scheduler, _reason(why)
-        if (
-            scheduler.disaggregation_mode is DisaggregationMode.PREFILL
-            and req in scheduler.disagg_prefill_bootstrap_queue.queue
-        ):
-            # SGLang's abort would report a failed transfer. So its prefill's result is discarded.
-            req.discard_output_reason = reason
-            return
-        finished: Any = reason.to_json()
-        scheduler.abort_request(AbortReq(rid=req.rid, finished_reason=finished))
+    def _end_queued(self, broken: dict[Req, FINISH_ABORT]) -> None:
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            for req in scheduler.disagg_prefill_bootstrap_queue.queue:
+                # an abort would report a failed transfer. So its prefill's result is discarded.
+                if (reason := broken.pop(req, None)) is not None:
+                    req.discard_output_reason = reason
+        self._boundary.end(broken)
 
     def _end_chunked(self, req: Req) -> None:
         """End a request in the middle of its prompt, before its next chunk."""

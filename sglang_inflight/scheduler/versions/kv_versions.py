@@ -4,16 +4,18 @@ One forward writes a slot of the KV pool. Any number of requests read the slot, 
 a running request keeps its KV, and ``kv_cache="keep"`` lends old prefixes to new requests. So the
 version is kept per slot. Before each forward the version is recorded for the slots to be written.
 When a request ends, the versions are read from the request's slots. Reuse, retraction and recompute
-need no rule of their own.
+need no rule of their own. At the end the prefix cache may hold older KV of the same tokens, and
+SGLang then puts the cached slots into the request's row. So the row is read before SGLang caches
+it: the slots are those of the request's last forward.
 
 A speculating forward writes slots for several tokens, and verification takes some of them. Under
 overlap scheduling the host learns these slots only from the result. So the version is recorded when
 the result is processed, for the slots of the taken tokens.
 
-Spans show the request's slots at its end. One forward may have read another slot. If the whole
-prompt is cached, SGLang computes the last token anew in a new slot, and then replaces that slot by
-the cached one. With overlap scheduling a forward launched between the two reads the new slot, and
-the spans show the cached one.
+The forward of a prefill may have read other slots. SGLang caches a prompt after its prefill, too.
+If the cache holds older KV of these tokens by then, later forwards read the cached slots, and the
+spans show these. The prefill has read its own slots, and so has, with overlap scheduling, the
+forward after it. A prompt that is cached whole is such a case, with its last token.
 
 With a hierarchical cache KV is copied to slots of the host, and back to other slots of the pool.
 The versions are copied too. The same holds for a decode server short of memory, with a request's KV

@@ -2,9 +2,11 @@
 
 SGLang's radix cache looks a prefix up under a request's ``extra_key``. The fence adds the weights'
 epoch to this key. After a fencing commit a request that starts its prefill uses the new epoch,
-finds no older prefix, and fills its own. Running requests keep their key and their KV, but their KV
-is not put into the cache any more. Nothing is flushed and no tree is walked. Old entries are never
-looked up again and get no children, so they are the least recently used and evicted first.
+finds no older prefix, and fills its own. So does a request with a ``cache_salt``, even if its salt
+names the weights: a salt separates callers' prefixes within a key. Running requests keep their key
+and their KV, but their KV is not put into the cache any more. Nothing is flushed and no tree is
+walked. Old entries are never looked up again and get no children, so they are the least recently
+used and evicted first.
 
 A request pinned to a version has the number of its weights in the key instead. So its prefixes are
 of exactly these weights, also after commits that keep older prefixes, and no fence applies to it.
@@ -12,12 +14,16 @@ of exactly these weights, also after commits that keep older prefixes, and no fe
 A streaming session looks nothing up: it lends the KV of its last request to the next. At a fence it
 frees this KV, at once or when the request running on it ends.
 
+A caller's own ``extra_key`` is a part of the key. Text of our marks in it is rewritten, so no
+caller's prefixes come under a key of ours.
+
 The key of SGLang's cache of multimodal embeddings is the content alone, so embeddings of older
 weights would serve newer weights. That cache is cleared.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers import mm_schedule
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
 
 _MARK = "|inflight-epoch:"
 _PINNED = "|inflight-weights:"
+# a caller's text that reads like a mark. The substitute has no bar, so it makes up no other mark
+_FORGED = re.compile(r"\|(?=inflight-(?:epoch|weights):)")
+_SUBSTITUTE = "/"
 
 
 class PrefixFence:
@@ -77,6 +86,9 @@ class PrefixFence:
             # retracted: no KV of the old weights is left
             req.skip_radix_cache_insert = record.was_kept_out
             record.is_fenced_off = False
+        if not record.has_own_key and req.extra_key:
+            req.extra_key = _FORGED.sub(_SUBSTITUTE, req.extra_key)
+        record.has_own_key = True
         if isinstance(record.pin, Pin):
             req.extra_key = f"{_own_key(req)}{_PINNED}{record.pin.weights}"
         elif self._epoch:
@@ -84,6 +96,7 @@ class PrefixFence:
 
 
 def _own_key(req: Req) -> str:
+    """Return the key without our mark, its end: no caller's text is left that reads like one."""
     return (req.extra_key or "").partition(_MARK)[0].partition(_PINNED)[0]
 
 

@@ -44,15 +44,19 @@ class Staleness:
         ends when its next result is processed. Under overlap this result is queued already, so the
         request gets no token of the new weights.
         """
+        outdated: dict[Req, FINISH_ABORT] = {}
         for req in self._started():
             record = record_of(req)
             if record.first_epoch is None:
                 record.first_epoch = epoch - 1
             lag, most = epoch - record.first_epoch, self._limit(req)
             if most is not None and lag > most:
-                self._end(
-                    req, f"its oldest token is {lag} versions old, {MAX_VERSION_LAG} is {most}"
+                outdated[req] = FINISH_ABORT(
+                    f"The request was ended at a weight update: its oldest token is {lag} versions "
+                    f"old, {MAX_VERSION_LAG} is {most}."
                 )
+        self._metrics.outdated.inc(len(outdated))
+        self._boundary.end(outdated)
 
     def observe(self, req: Req, epoch: int) -> None:
         """Record the lag of a finished request."""
@@ -75,8 +79,3 @@ class Staleness:
         own: int | None = custom_param(req.sampling_params, MAX_VERSION_LAG)
         is_pinned = record_of(req).pin is not None
         return self._max_lag if own is None and not is_pinned else own
-
-    def _end(self, req: Req, why: str) -> None:
-        self._metrics.outdated.inc()
-        reason = FINISH_ABORT(f"The request was ended at a weight update: {why}.")
-        self._boundary.end(req, reason)

@@ -214,10 +214,8 @@ class Turns:
     def _end_requests(self, reqs: list[Req]) -> None:
         """End requests whose weights are lost. No forward can give the running ones an end."""
         self._boundary.retract_some(reqs)
-        for req in reqs:
-            reason = self._pins.why_not(req)
-            if reason is not None and not req.finished():
-                self._boundary.end(req, reason)
+        reasons = {req: self._pins.why_not(req) for req in reqs if not req.finished()}
+        self._boundary.end({req: why for req, why in reasons.items() if why is not None})
 
     def _sort(self) -> None:
         """Sort running requests by their version, after a commit or a rollback."""

@@ -68,11 +68,23 @@ WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 # memory released by /sleep; captured graphs stay, as in vLLM
 SLEEP_TAGS = ("kv_cache", "weights")
 
+# vLLM's routes for the calls that our errors name
+VLLMS_NAMES = {
+    "pause_generation": "/pause",
+    "continue_generation": "/resume",
+    "release_memory_occupation": "/sleep",
+    "resume_memory_occupation": "/wake_up",
+    "begin_weight_update": "/start_weight_update",
+    "end_weight_update": "/finish_weight_update",
+    "init_weights_update_group": "/init_weight_transfer_engine",
+    "destroy_weights_update_group": "/shutdown_weight_transfer_engine",
+}
+
 
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put vLLM's routes before SGLang's routes of the same path."""
     routes = _Routes(frontend, tokenizer_manager)
-    router = APIRouter(route_class=fails_on_shutdown(frontend.lifetime))
+    router = APIRouter(route_class=fails_on_shutdown(frontend.lifetime, VLLMS_NAMES))
 
     def add(path: str, endpoint: Endpoint, method: str = "POST") -> None:
         router.add_api_route(path, endpoint, methods=[method])

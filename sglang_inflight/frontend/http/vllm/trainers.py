@@ -119,7 +119,8 @@ async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | 
     """Update from the directory's checkpoint, in one commit.
 
     prime-rl pauses around the call, and salts its requests' cache by version. So running requests
-    keep their KV, and the fence keeps that KV from later requests without a salt.
+    keep their KV, and the fence keeps all earlier KV from later requests. That holds for salted
+    requests, too: a conversation's next turn computes its whole prompt anew.
     """
     path = decode(content, WeightDirBody).weight_dir
     if path is None:
