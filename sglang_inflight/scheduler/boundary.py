@@ -7,6 +7,7 @@ requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
 
+# most requests ended between two steps: some 20 µs each
+AT_ONCE = 64
+
+
 class Boundary:
     """Operations of pauses and commits on a scheduler between two steps.
 
@@ -42,6 +47,8 @@ class Boundary:
         self._scheduler = scheduler
         self._metrics = metrics
         self.requests = Requests(scheduler)
+        # queued requests with a reason to end, in the order in which they end
+        self._ending: dict[Req, None] = {}
 
     def drain(self) -> None:
         """Finish the last forward and process its result, as the loop itself would.
@@ -229,14 +236,41 @@ class Boundary:
     def end(self, reasons: Mapping[Req, FINISH_ABORT]) -> None:
         """End requests with their tokens: queued ones now, running ones at their next result.
 
+        A call ends ``AT_ONCE`` queued requests. ``end_some`` ends the others, and no batch takes
+        them. A pipeline ends all, because its stages make other passes between two steps.
+
         SGLang's abort ends queued requests, too. But it would look through every queue for each of
         them, end every request with an id that begins with one of theirs, and leave a request
-        without a compiled grammar to a batch that may never come. Here each queue is looked through
-        once, and the outputs go out together.
+        without a compiled grammar to a batch that may never come.
         """
+        if not reasons:
+            return
         for req, reason in reasons.items():
             req.to_finish = reason
-        ended = self._take_queued(reasons)
+        queues = (self._scheduler.waiting_queue, self._scheduler.grammar_manager.grammar_queue)
+        self._ending |= {req: None for queue in queues for req in queue if req in reasons}
+        self.end_some(at_once=None if get_parallel().pp_size > 1 else AT_ONCE)
+
+    def is_ending(self, req: Req) -> bool:
+        """Return whether a queued request is about to end, and no batch may take it."""
+        return req in self._ending
+
+    @property
+    def are_ending(self) -> bool:
+        return bool(self._ending)
+
+    def end_some(self, *, at_once: int | None = AT_ONCE) -> None:
+        """End some of the queued requests that ``end`` has left; all with ``at_once`` None.
+
+        Each queue is looked through once, and the outputs go out together. An abort may have taken
+        a request from its queue meanwhile. The ranks of a replica call this in the same passes.
+        """
+        if not self._ending:
+            return
+        some = dict.fromkeys(itertools.islice(self._ending, at_once))
+        for req in some:
+            del self._ending[req]
+        ended = self._take_queued(some)
         for req in ended:
             req.update_finish_state()
             self._release_queued(req)

@@ -49,7 +49,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.adapters import Adapters
 from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
-from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.boundary import AT_ONCE, Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.fixes import (
     finish_with_output,
@@ -227,6 +227,10 @@ class Controller:
         """
         self._background.send_finished_answers()
         self.turns.settle()
+        # where no step is held up, all end before the loop sleeps. The ranks of a replica agree
+        is_stepping = self.pause.state is PauseState.RUNNING and not self.hold.is_due
+        is_held_up = is_stepping and self._has_running
+        self._boundary.end_some(at_once=AT_ONCE if is_held_up else None)
         self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
 
@@ -261,11 +265,14 @@ class Controller:
         requests to prefill. So both queues are filtered.
         """
         is_draining = self.pause.state is PauseState.DRAINING
-        if not is_draining and not self.turns.are_taken:
+        boundary = self._boundary
+        if not is_draining and not self.turns.are_taken and not boundary.are_ending:
             return schedule()
 
         def is_held(req: Req) -> bool:
-            return (is_draining and not self.pause.admits(req)) or not self.turns.admits(req)
+            if boundary.is_ending(req) or not self.turns.admits(req):
+                return True
+            return is_draining and not self.pause.admits(req)
 
         scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
         held = [req for req in scheduler.waiting_queue if is_held(req)]
@@ -505,9 +512,12 @@ class Controller:
         )
 
     def _is_busy(self) -> bool:
-        held = self.hold.is_frozen or self.staging.holds_the_loop
+        return not (self.hold.is_frozen or self.staging.holds_the_loop) and self._has_running
+
+    @property
+    def _has_running(self) -> bool:
         batches = (self._scheduler.running_batch, *self._boundary.requests.parked_batches)
-        return not held and any(not batch.is_empty() for batch in batches)
+        return any(not batch.is_empty() for batch in batches)
 
 
 def _drains_pipeline(call: InflightCall[Any]) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.sglang_types import get_parallel
+from sglang_inflight.vocabulary.contracts import Contract
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
@@ -279,6 +280,9 @@ class RequestRecord:
     has_own_key: bool = False
     # the weights of every token, or why they cannot be had
     pin: Pin | Unreachable | None = None
+    # its version contract, once ``contracts.py`` has read it
+    contract: Contract | None = None
+    has_read_contract: bool = False
     # captured rows of earlier forwards, by the name of the request's attribute
     captured: dict[str, Captured] = field(default_factory=dict)
 

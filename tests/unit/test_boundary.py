@@ -131,18 +131,20 @@ class ScannedGrammars:
         super().__setattr__(name, Scanned(value))
 
 
-def break_contracts(scheduler: Any) -> None:
+def break_contracts(scheduler: Any) -> boundary.Boundary:
     """Check the contracts of all queued requests, with v1 served."""
     metrics: Any = SimpleNamespace(broken_contracts=SimpleNamespace(inc=lambda _=1: None))
     served: Any = SimpleNamespace(label=VersionLabel(1, "v1"))
     adapters: Any = SimpleNamespace(of=lambda req: None)
     there = boundary.Boundary(scheduler, metrics)
     Contracts(scheduler, there, served, adapters, metrics).check_waiting()
+    return there
 
 
+@pytest.mark.usefixtures("scheduler")
 def test_commit_looks_through_the_queues_no_oftener_if_more_contracts_break() -> None:
     scans = []
-    for many in (3, 300):
+    for many in (3, boundary.AT_ONCE // 2):
         scheduler: Any = ScannedScheduler(many, many)
         Scanned.scans = 0
         break_contracts(scheduler)
@@ -153,6 +155,24 @@ def test_commit_looks_through_the_queues_no_oftener_if_more_contracts_break() ->
     assert scans[0] == scans[1]
 
 
+@pytest.mark.usefixtures("scheduler")
+def test_commit_ends_no_more_requests_at_once_if_more_contracts_break() -> None:
+    """The others end between later steps, and no step takes them."""
+    there: Any = ScannedScheduler(2 * boundary.AT_ONCE, boundary.AT_ONCE)
+    everyone = [*there.waiting_queue, *there.grammar_manager.grammar_queue]
+    aborted = there.waiting_queue[boundary.AT_ONCE]
+    held = break_contracts(there)
+    assert [len(sent) for sent in there.sent] == [boundary.AT_ONCE]
+    assert [req for req in everyone if held.is_ending(req)] == everyone[boundary.AT_ONCE :]
+    # a caller's abort takes one from its queue
+    there.waiting_queue.remove(aborted)
+    while held.are_ending:
+        held.end_some()
+    assert [req for sent in there.sent for req in sent] == [r for r in everyone if r != aborted]
+    assert max(len(sent) for sent in there.sent) == boundary.AT_ONCE
+
+
+@pytest.mark.usefixtures("scheduler")
 def test_commit_spares_a_request_whose_id_begins_with_a_broken_ones() -> None:
     scheduler: Any = ScannedScheduler(11, 0)
     broken, *_, kept = scheduler.waiting_queue
@@ -167,11 +187,13 @@ def test_commit_spares_a_request_whose_id_begins_with_a_broken_ones() -> None:
     assert scheduler.sent == [[broken]]
 
 
-def test_request_without_a_compiled_grammar_ends_at_once(scheduler: Any) -> None:
+@pytest.mark.usefixtures("scheduler")
+def test_request_without_a_compiled_grammar_ends_at_once() -> None:
     """No batch would come for it: its version is lost, so nothing moves it out of the queue."""
     there: Any = ScannedScheduler(1, 2)
-    (waiting,), (ending, other) = there.waiting_queue, there.grammar_manager.grammar_queue
-    running = Waiting("running")
+    (waiting,) = there.waiting_queue
+    ending, other = there.grammar_manager.grammar_queue
+    running: Any = Waiting("running")
     boundary.Boundary(there, cast(Any, None)).end(
         {req: FINISH_ABORT("lost", 503) for req in (ending, waiting, running)}
     )

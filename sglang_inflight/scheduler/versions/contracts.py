@@ -10,6 +10,8 @@ A request with a token, or with its first token in a queued result, keeps it, an
 fulfilled. That holds after a retraction, too, if the request keeps its tokens. A beam search begins
 anew, and is checked anew.
 
+A commit ends few of many queued requests itself, and no batch takes the others (``Boundary.end``).
+
 Every rank of a replica handles the same messages between the same steps, and so ends the same
 requests. Only the scheduler's thread touches this module.
 """
@@ -26,6 +28,7 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.by_version import send_abort_output
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.vocabulary.contracts import Contract, read_contract
 
@@ -110,7 +113,12 @@ class Contracts:
 
 
 def contract_of(req: Req) -> Contract | None:
-    return read_contract(req.sampling_params.custom_params)
+    """Return the contract of ``req``, which does not change: it is read once."""
+    record = record_of(req)
+    if not record.has_read_contract:
+        record.contract = read_contract(req.sampling_params.custom_params)
+        record.has_read_contract = True
+    return record.contract
 
 
 def _is_settled(req: Req) -> bool:

@@ -108,7 +108,11 @@ class Turns:
             self.enqueue(req)
         if not self.are_taken:
             return
-        pinned = [req for req in self._all() if record_of(req).pin is not None]
+        pinned = [
+            req
+            for req in self._all()
+            if record_of(req).pin is not None and not self._boundary.is_ending(req)
+        ]
         if not pinned:
             self._end()
             return
