@@ -123,6 +123,9 @@ if TYPE_CHECKING:
         @property
         def features(self) -> exec_.ExecFeatures: ...
 
+        @property
+        def dllm(self) -> exec_.ExecDllm: ...
+
 
 get_context = runtime_context.get_context
 get_resources = runtime_context.get_resources

@@ -149,8 +149,13 @@ def create_tokenized(
 def _require_pinnable(
     tokenizer_manager: PatchedTokenizerManager, obj: Any, params: SamplingParams
 ) -> None:
-    """Raise ``ValueError`` if the request names its weights, and these cannot be kept apart."""
+    """Raise ``ValueError`` if the request names its weights, and no scheduler can see to it."""
     contract = read_contract(params.custom_params)
+    if contract is not None and get_exec().dllm.dllm_algorithm is not None:
+        raise ValueError(
+            "a version contract is not possible with --dllm-algorithm: its requests wait in queues "
+            "of their own, where no commit ends them"
+        )
     if contract is None or contract.weight_version is None:
         return
     reasons = {

@@ -108,6 +108,8 @@ class Requests:
         ]
         live = {req for batch in batches if batch is not None for req in batch.reqs}
         live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
+        # a diffusion model's requests, also between two of their batches
+        live.update(scheduler.dllm_manager.waiting_queue)
         if scheduler.chunked_req is not None:
             live.add(scheduler.chunked_req)
         live.update(self.backed_up())

@@ -287,6 +287,7 @@ def full_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         result_queue=[(batch("launched"), None)],
         waiting_queue=["waiting"],
         grammar_manager=SimpleNamespace(grammar_queue=["waiting for its grammar"]),
+        dllm_manager=SimpleNamespace(waiting_queue=["between two diffusions"]),
         chunked_req="chunked",
         hisparse_coordinator=SimpleNamespace(ack_staging_queue=[staged]),
         disaggregation_mode=DisaggregationMode.NULL,

@@ -162,6 +162,17 @@ def test_rows_that_sglang_would_mix_up_are_refused(
     request_checks._require_captured_rows(asked)
 
 
+def test_contract_of_a_diffusion_models_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps its requests in queues that no commit looks through."""
+    settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
+    monkeypatch.setattr(request_checks, "get_exec", lambda: settings)
+    tokenize({"custom_params": {"exact_weight_version": "v0"}})
+    settings.dllm.dllm_algorithm = "LowConfidence"
+    tokenize({"custom_params": {"max_version_lag": 1}})
+    with pytest.raises(ValueError, match="--dllm-algorithm"):
+        tokenize({"custom_params": {"exact_weight_version": "v0"}})
+
+
 @pytest.mark.parametrize("algorithm", [None, "EAGLE"])
 def test_indexers_choices_that_drafts_overwrite_are_refused(
     monkeypatch: pytest.MonkeyPatch, algorithm: str | None

@@ -25,6 +25,7 @@ def decode(scheduler: Any) -> Any:
     scheduler.cur_batch_for_debug = scheduler.chunked_req = scheduler.hisparse_coordinator = None
     scheduler.result_queue, scheduler.waiting_queue = [], []
     scheduler.grammar_manager.grammar_queue = []
+    scheduler.dllm_manager.waiting_queue = []
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
         queue=[], retracted_queue=[], held_rebootstrap_reqs=[]
@@ -43,6 +44,7 @@ def test_live_requests_finds_every_queue(scheduler: Any) -> None:
         "launched",
         "waiting",
         "waiting for its grammar",
+        "between two diffusions",
         "chunked",
         "backed up by HiSparse",
     }
@@ -53,6 +55,7 @@ def test_live_requests_of_an_idle_scheduler_is_empty(scheduler: Any) -> None:
     scheduler.cur_batch_for_debug = scheduler.chunked_req = scheduler.hisparse_coordinator = None
     scheduler.result_queue, scheduler.waiting_queue = [], []
     scheduler.grammar_manager.grammar_queue = []
+    scheduler.dllm_manager.waiting_queue = []
     assert Requests(scheduler).live() == set()
 
 
