@@ -37,7 +37,7 @@ CHANGED = 655
 
 
 class Rank(NamedTuple):
-    """What a rank of a model has, if an update changes something everywhere."""
+    """Counts of one rank of a model, whose updates change something everywhere."""
 
     name: str
     parts: int

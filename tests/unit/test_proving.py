@@ -59,7 +59,7 @@ def double(layer: Any) -> None:
 
 
 class Search:
-    """What a model's search finds each time, in place of a proof."""
+    """A model's search that finds the same recipe, or the same error, each time."""
 
     def __init__(self, *outcomes: Recipe | Exception) -> None:
         self._outcomes = list(outcomes)
