@@ -269,7 +269,7 @@ def whole_body(path: str) -> dict[str, Any]:
     """Return a body for ``path`` without an error in the body itself."""
     bodies: dict[str, dict[str, Any]] = {
         DISK: {"model_path": "/nowhere"},
-        TENSOR: {"serialized_named_tensors": [by_value({})]},
+        TENSOR: {"serialized_named_tensors": [by_value([("nowhere", torch.ones(1))])]},
         DISTRIBUTED: {"names": [], "dtypes": [], "shapes": []},
         IPC: {"zmq_handles": {}},
         NAME: {},
@@ -477,7 +477,6 @@ PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "not pairs": ([by_value([1, 2])], ("serialized_named_tensors", "pairs")),
     "not tensors": ([by_value([("a", 1)])], ("tensor", "int")),
     "not names": ([by_value([(1, torch.ones(1))])], ("name", "int")),
-    "no tensor": ([by_value([])], ("no tensor",)),
     "no payload": ([], ("serialized_named_tensors", "0 payloads")),
     "too many payloads": ([GOOD, GOOD], ("serialized_named_tensors", "2 payloads")),
 }
@@ -565,8 +564,9 @@ def test_draft_selector_without_a_draft_is_refused(untouched: Untouched) -> None
     untouched.refuse(TENSOR, body, "selector", "draft")
 
 
-def test_empty_session_is_refused(untouched: Untouched) -> None:
-    assert untouched.post(BEGIN, {"non_blocking": True, "new_id": "mine"})[0] == 200
+def test_whole_session_without_a_tensor_is_refused(untouched: Untouched) -> None:
+    begun = {"non_blocking": True, "new_id": "mine", "partial": False}
+    assert untouched.post(BEGIN, begun)[0] == 200
     untouched.refuse(END, {"session_id": "mine", "non_blocking": True}, "no tensor")
 
 
