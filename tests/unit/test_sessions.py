@@ -38,6 +38,7 @@ class Scheduler:
         self.running: set[Req] = set()
         self.waiting_queue: list[Req] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.dllm_manager = SimpleNamespace(waiting_queue=[])
         self.cur_batch_for_debug = self.chunked_req = self.hisparse_coordinator = None
         self.disaggregation_mode = DisaggregationMode.NULL
         self.result_queue: list[Any] = []
