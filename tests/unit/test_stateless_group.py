@@ -168,8 +168,16 @@ def test_rendezvous_without_a_trainer_times_out(port: int) -> None:
     assert "nobody came within 0.3 s" in Meeting(port, timeout_s=0.3).refusal()
 
 
-def test_missing_unique_id_is_named(port: int) -> None:
-    """A trainer that waits for other ranks, or meets in another way, leaves no id."""
+@pytest.mark.parametrize("timer", ["on time", "late"])
+def test_missing_unique_id_is_named(
+    port: int, timer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that waits for other ranks, or meets in another way, leaves no id.
+
+    A late timer lets torch's own time limit end the wait.
+    """
+    if timer == "late":
+        monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
     store = trainer_store(port, waits=False)
     said = Meeting(port, timeout_s=1).refusal()
     for word in (f"'g' at tcp://{HERE}:{port}", "no NCCL id", "rendezvous 'torch'", "within 1 s"):

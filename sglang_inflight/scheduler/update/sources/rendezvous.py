@@ -27,7 +27,9 @@ class Rendezvous:
 
     Torch's rendezvous can neither be polled nor interrupted, and takes twice its own timeout. So
     the thread first polls whether the trainer listens, and can be given up at any moment. A timer
-    keeps the time limit, not torch. A group formed after the end is passed to ``discard``.
+    keeps the time limit, not torch: where the timer's thread is late, torch's own limit may end
+    the wait first, and counts as the timer's. A group formed after the end is passed to
+    ``discard``.
 
     ``_lock`` guards one decision, the outcome. The thread, the timer and a caller of ``give_up``
     may decide at once, and the first one counts. That thread calls ``on_end``, once and outside
@@ -77,6 +79,7 @@ class Rendezvous:
         self._end(self._refusal(reason))
 
     def _run(self) -> None:
+        ends_at = time.monotonic() + self._timeout_s
         timer = threading.Timer(self._timeout_s, self._give_up_waiting)
         timer.daemon = True
         timer.start()
@@ -89,7 +92,10 @@ class Rendezvous:
         except Refused as refused:
             self._end(refused)
         except Exception as error:
-            self._end(self._refusal(f"{error}"))
+            if time.monotonic() >= ends_at:
+                self._give_up_waiting()
+            else:
+                self._end(self._refusal(f"{error}"))
         else:
             if not self._end(formed):
                 self._discard(formed)
