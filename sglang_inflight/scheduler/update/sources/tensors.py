@@ -31,11 +31,6 @@ from sglang_inflight.vocabulary.errors import Refused, describe
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-# Torch asks a manager process for shared memory. On busy cores it may not answer within a second:
-# then torch gives up and has opened nothing, so another try is safe.
-_LATE = "Shared memory manager connection has timed out"
-TRIES = 10
-
 
 def read_tensors(
     source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
@@ -92,18 +87,12 @@ def _of_rank(tensor: LocalSerializedTensor) -> bytes:
 
 
 def _unpickle(payload: Payload, rest: Callable[[], None] = lambda: None) -> Any:
-    tries = TRIES
-    while True:
-        try:
-            return _read(payload, rest)
-        except Refused:
-            raise
-        except Exception as error:
-            tries -= 1
-            if not tries or _LATE not in str(error):
-                raise Refused(
-                    f"serialized_named_tensors cannot be unpickled: {describe(error)}"
-                ) from error
+    try:
+        return _read(payload, rest)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"serialized_named_tensors cannot be unpickled: {describe(error)}") from error
 
 
 def _read(payload: Payload, rest: Callable[[], None]) -> Any:

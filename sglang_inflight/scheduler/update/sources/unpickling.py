@@ -17,6 +17,12 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, rea
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
+# Torch asks a manager process for shared memory. On busy cores it may not answer within a second:
+# then torch gives up and has opened nothing, so another try is safe. The limit is a payload's:
+# torch holds the interpreter for that second.
+_LATE = "Shared memory manager connection has timed out"
+TRIES = 10
+
 
 def unpickle(payload: bytes | BinaryIO, rest: Callable[[], None] = lambda: None) -> Any:
     """Return the tensors pickled plainly or by ``MultiprocessingSerializer``.
@@ -262,6 +268,7 @@ class Unpickler(pickle._Unpickler):
         super().__init__(file)
         self._rest = rest
         self._made: set[type] = set()
+        self._tries = TRIES
 
     def find_class(self, module: str, name: str) -> Any:
         asked = (module, name)
@@ -285,7 +292,24 @@ class Unpickler(pickle._Unpickler):
         if not isinstance(call, Function) or not isinstance(args, tuple):
             raise pickle.UnpicklingError("it calls something other than an allowed function")
         self._rest()
-        self.stack.append(call(*args))
+        self.stack.append(self._call(call, args))
+
+    def _call(self, call: Function, args: tuple[Any, ...]) -> Any:
+        """Call again while torch's manager process answers late.
+
+        The sender counts its memory up for each handle, and torch's reading counts it down. So
+        only the handle that was not opened is read again. A second reading of the payload would
+        count its other handles down twice, and the sender's next payload would name lost memory.
+        """
+        while True:
+            try:
+                return call(*args)
+            except RuntimeError as error:
+                if _LATE not in str(error):
+                    raise
+                self._tries -= 1
+                if not self._tries:
+                    raise
 
     def load_newobj(self) -> None:
         args = self.stack.pop()
