@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen3C
 
 from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration
+from sglang_inflight.scheduler.update.sources.regular_file import read_whole
 from sglang_inflight.vocabulary.errors import Refused
 
 # as transformers 4 writes them
@@ -270,6 +273,65 @@ def test_folder_without_a_configuration_is_taken(
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert check(tmp_path, start) == []
+
+
+def replace(path: Path, content: bytes) -> None:
+    another = path.with_name("another")
+    another.write_bytes(content)
+    another.replace(path)
+
+
+def append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize("change", [replace, append])
+def test_configuration_changed_after_the_check_of_its_size_is_not_read(
+    tmp_path: Path,
+    start: tuple[Any, ServedConfiguration],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, bytes], None],
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    checked, left = path.stat().st_ino, [json.dumps({**QWEN, "rope_theta": 1e4}).encode()]
+
+    def then_change(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def look_and_change(*arguments: Any, **options: Any) -> os.stat_result:
+            found = look(*arguments, **options)
+            if found.st_ino == checked and left:
+                change(path, left.pop())
+            return found
+
+        return look_and_change
+
+    monkeypatch.setattr(os, "stat", then_change(os.stat))
+    monkeypatch.setattr(os, "fstat", then_change(os.fstat))
+    assert check(tmp_path, start) == []
+    assert not left
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_configuration_that_cannot_be_read_is_refused(
+    tmp_path: Path, start: tuple[Any, ServedConfiguration], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    path = tmp_path / name
+    path.write_bytes(b" " * (4 << 20) + b"{}")
+    with pytest.raises(Refused, match=rf"{name} has 4194306 bytes, at most 4194304 are allowed"):
+        check(tmp_path, start)
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(Refused, match=rf"{name} cannot be opened: No such file"):
+        check(tmp_path, start)
+
+
+def test_failure_of_the_file_system_is_not_a_missing_configuration(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        read_whole(str(tmp_path / "file" / "config.json"), "config.json", 1)
+    assert read_whole(str(tmp_path / "config.json"), "config.json", 1) is None
 
 
 def test_end_token_of_the_generation_config_is_told(

@@ -14,7 +14,6 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -148,21 +147,24 @@ class Folder:
         # a path without characters of a glob pattern
         self.path = f"/proc/self/fd/{fd}"
 
-    def check_size(self, name: str, most: int) -> bool:
-        """Return whether the file exists. Raise ``Refused`` if it is too large to decode."""
+    def check_size(self, name: str, most: int) -> None:
+        """Raise ``Refused`` if the file exists and is too large to decode."""
         try:
             found = os.stat(os.path.join(self.path, name))
         except FileNotFoundError:
-            return False
+            return
         if not stat.S_ISREG(found.st_mode):
             raise Refused(f"{name} is no regular file")
         if found.st_size > most:
             raise Refused(f"{name} has {found.st_size} bytes, at most {most} are allowed")
-        return True
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return a file's content of at most ``most`` bytes, or None if it is not there."""
+        return read_whole(os.path.join(self.path, name), name, most)
 
     def read_json(self, name: str, shape: type[S], most: int) -> S:
         """Return a JSON file of at most ``most`` bytes. Raise ``Refused`` if it is not there."""
-        content = read_whole(os.path.join(self.path, name), name, most)
+        content = self.read(name, most)
         if content is None:
             raise Refused(f"it has no {name}")
         try:
@@ -208,10 +210,11 @@ def check_configuration(
 
 def _read_object(folder: Folder, name: str) -> dict[str, Any] | None:
     """Return a JSON file's content, or None without the file."""
-    if not folder.check_size(name, _MOST_CONFIG_BYTES):
+    content = folder.read(name, _MOST_CONFIG_BYTES)
+    if content is None:
         return None
     try:
-        found = json.loads(Path(folder.path, name).read_bytes())
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Refused(f"{name} cannot be read: {shorten(str(error))}") from error
     if not isinstance(found, dict):

@@ -101,9 +101,12 @@ class RegularFile:
 def read_whole(path: str, name: str, most: int) -> bytes | None:
     """Return a file's content, or None if there is no file.
 
-    Raises ``Refused`` if it is no regular file, or has more than ``most`` bytes.
+    Raises ``Refused`` if it is no regular file, leads nowhere as a link, or has more than ``most``
+    bytes; and ``OSError`` if the file system does not tell whether there is a file.
     """
-    if not os.path.lexists(path):
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
         return None
     with closing(RegularFile(path, name)) as file:
         if file.size > most:
