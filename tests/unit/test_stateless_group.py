@@ -169,9 +169,7 @@ def test_rendezvous_without_a_trainer_times_out(port: int) -> None:
 
 
 @pytest.mark.parametrize("timer", ["on time", "late"])
-def test_missing_unique_id_is_named(
-    port: int, timer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_unique_id_is_named(port: int, timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that waits for other ranks, or meets in another way, leaves no id.
 
     A late timer lets torch's own time limit end the wait.
