@@ -261,7 +261,8 @@ void synchronize(const EventState& event);
 void synchronize(StreamState* stream, const char* what = "synchronize");
 void synchronize_device(int device);
 bool query(StreamState* stream);
-void check_health();                 // raises what a job has raised
+void check_health_locked();          // raises what a job has raised; with the mutex
+extern bool was_forked;
 void need_no_capture(const char* what, StreamState* stream = nullptr); // with the mutex
 std::shared_ptr<bool> hold(StreamState* stream);
 void open(const std::shared_ptr<bool>& gate);

@@ -32,7 +32,6 @@ constexpr size_t kPoisoned = size_t(1) << 20;  // larger blocks are not poisoned
 constexpr unsigned char kPoison = 0xFF;        // NaN in every floating dtype
 
 bool is_set_up = false;
-bool was_forked = false;
 struct sigaction old_action;
 
 int64_t number(const char* name, int64_t otherwise) {
@@ -191,7 +190,7 @@ class Allocator final : public c10::DeviceAllocator {
     World& w = world();
     Unlocked unlocked;
     Lock lock(w.mutex);
-    TORCH_CHECK(w.broken.empty(), "glass: the device is lost since an earlier error: ", w.broken);
+    check_health_locked();
     DeviceState& device = *w.devices.at(size_t(index));
     size_t size = round_up(requested, kUnit);
     Pool pool = thread_pool;
@@ -422,6 +421,7 @@ PinnedAllocator the_pinned_allocator;
 } // namespace
 
 thread_local Pool thread_pool{0, 0};
+bool was_forked = false;
 
 World& world() {
   static World* the = new World; // never destroyed: streams' threads may outlive main
@@ -444,8 +444,6 @@ int device_count() {
 
 void need_set_up() {
   World& w = world();
-  TORCH_CHECK(
-      !was_forked, "glass: the device cannot be used in a forked process that inherits its use");
   if (is_set_up) return;
   Lock lock(w.mutex);
   if (is_set_up) return;

@@ -26,6 +26,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 namespace glass {
 
 uint64_t next_seed(const at::Generator& generator); // device.cpp
@@ -94,15 +96,22 @@ bool touches_some(const std::string& name) {
 
 // How an operation runs, found once for each.
 struct Plan {
+  std::string name;
+  bool is_index = false;
+  bool has_out = false;
   bool waits = false;   // returns something else than tensors
-  bool has_meta = true; // as far as known
+  std::atomic<bool> has_meta{true}; // as far as known
   bool touches_some = false;
   std::vector<bool> writes;          // for each argument
   std::vector<int> returns_argument; // for each return: the argument that it is, or -1
 };
 
-Plan plan_of(const c10::FunctionSchema& schema) {
-  Plan plan;
+void fill(Plan& plan, const c10::FunctionSchema& schema) {
+  plan.name = schema.name();
+  if (plan.name.rfind("aten::", 0) == 0) plan.name = plan.name.substr(6);
+  plan.is_index = plan.name.rfind("index", 0) == 0 || plan.name.rfind("_index", 0) == 0;
+  plan.has_out = schema.overload_name().find("out") != std::string::npos;
+  if (!schema.overload_name().empty()) plan.name += "." + schema.overload_name();
   plan.touches_some = touches_some(schema.name());
   for (const auto& argument : schema.arguments())
     plan.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
@@ -122,13 +131,19 @@ Plan plan_of(const c10::FunctionSchema& schema) {
              c10::TypeKind::TensorType);
     if (!is_tensor) plan.waits = true;
   }
-  return plan;
 }
 
-std::mutex plans_mutex;
-std::map<std::string, Plan>& plans() {
-  static auto* the = new std::map<std::string, Plan>;
-  return *the;
+// Plans are never removed; `has_meta` may only become false.
+Plan& plan_for(const c10::FunctionSchema& schema) {
+  static auto* mutex = new std::mutex;
+  static auto* plans = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Plan>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::unique_ptr<Plan>& plan = (*plans)[&schema];
+  if (!plan) {
+    plan = std::make_unique<Plan>();
+    fill(*plan, schema);
+  }
+  return *plan;
 }
 
 using OnTensor = std::function<at::Tensor(const at::Tensor&)>;
@@ -223,16 +238,8 @@ Stack job_arguments(const Stack& arguments, const c10::FunctionSchema& schema) {
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
-  std::string name = schema.name();
-  if (name.rfind("aten::", 0) == 0) name = name.substr(6);
-  const std::string key = schema.name() + "." + schema.overload_name();
-  Plan plan;
-  {
-    std::lock_guard<std::mutex> lock(plans_mutex);
-    auto found = plans().find(key);
-    if (found == plans().end()) found = plans().emplace(key, plan_of(schema)).first;
-    plan = found->second;
-  }
+  Plan& plan = plan_for(schema);
+  const std::string& name = plan.name;
   Stack arguments(stack->end() - ptrdiff_t(count), stack->end());
 
   // the device, and what torch would refuse
@@ -253,16 +260,15 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
       }
     });
   }
-  const bool is_index = name.rfind("index", 0) == 0 || name.rfind("_index", 0) == 0;
   for (size_t i = 0; i < count; ++i)
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (is_index && arguments[i].isList() && is_mask(tensor)) has_mask = true;
+      if (plan.is_index && arguments[i].isList() && is_mask(tensor)) has_mask = true;
       TORCH_CHECK(
-          is_glass(tensor) || tensor.dim() == 0 || is_index,
+          is_glass(tensor) || tensor.dim() == 0 || plan.is_index,
           "Expected all tensors to be on the same device, but found at least two devices, glass:",
           device, " and ", tensor.device(), " (", name, ")");
     });
-  TORCH_CHECK(device >= 0, "glass: ", key, " has no argument on the device");
+  TORCH_CHECK(device >= 0, "glass: ", name, " has no argument on the device");
   c10::DeviceGuard guard(c10::Device(kGlass, c10::DeviceIndex(device)));
   StreamState* stream = current(device);
 
@@ -310,10 +316,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
       if (!error.matches(PyExc_NotImplementedError)) throw;
       knows = false;
     }
-    if (!knows) {
-      std::lock_guard<std::mutex> lock(plans_mutex);
-      plans()[key].has_meta = false;
-    }
+    if (!knows) plan.has_meta = false;
   }
 
   // accesses
@@ -322,7 +325,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (!is_glass(tensor) || tensor.numel() == 0) return;
       Access access = access_of(tensor, plan.writes[i]);
-      if (plan.touches_some && !(plan.writes[i] && name.find("out") != std::string::npos))
+      if (plan.touches_some && !(plan.writes[i] && plan.has_out))
         access.whole = false;
       accesses.push_back(access);
     });
@@ -335,7 +338,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
       int which = plan.returns_argument[i];
       if (which >= 0) {
         TORCH_CHECK(
-            plan.writes[size_t(which)], "glass: ", key, " returns a view, and has no kernel here");
+            plan.writes[size_t(which)], "glass: ", name, " returns a view, and has no kernel here");
         results.push_back(arguments[size_t(which)]);
         continue;
       }

@@ -212,11 +212,6 @@ void check_and_note(StreamState* stream, const std::string& name, const std::vec
   touch(w.touched, stream->clock, who, all, true);
 }
 
-void check_health_locked() {
-  World& w = world();
-  TORCH_CHECK(w.broken.empty(), "glass: the device is lost since an earlier error: ", w.broken);
-}
-
 void capture_launch(StreamState* stream, std::string name, Job job, std::vector<Access> accesses) {
   World& w = world();
   Capture* capture = capture_of(stream);
@@ -253,9 +248,11 @@ void fail(const std::string& message) {
   w.changed.notify_all();
 }
 
-void check_health() {
-  Lock lock(world().mutex);
-  check_health_locked();
+void check_health_locked() {
+  World& w = world();
+  TORCH_CHECK(
+      !was_forked, "glass: the device cannot be used in a forked process that inherits its use");
+  TORCH_CHECK(w.broken.empty(), "glass: the device is lost since an earlier error: ", w.broken);
 }
 
 void wait_until(Lock& lock, const std::function<bool()>& is_so) {
