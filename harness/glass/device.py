@@ -1,4 +1,4 @@
-"""``torch.glass``: the card's streams, events, memory and graphs, by the names of ``torch.cuda``."""
+"""``torch.glass``: streams, events, memory and graphs, by the names of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _device(device: Any = None) -> torch.device:
     return torch.device(NAME, _index(device))
 
 
-# ---- devices ------------------------------------------------------------------------------------
+# ---- devices -------------------------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -134,7 +134,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
-# ---- streams and events ----------------------------------------------------------------------------
+# ---- streams and events -----------------------------------------------------------------------
 
 
 class Stream(torch.Stream):
@@ -256,7 +256,7 @@ def error() -> str:
     return str(_core.error())
 
 
-# ---- memory -------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -366,7 +366,7 @@ def open_shared(handle: dict[str, int]) -> torch.Tensor:
     return made
 
 
-# ---- random numbers -----------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------
 
 
 def _generator(device: Any = None) -> torch.Generator:
@@ -407,7 +407,7 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     _generator(device).set_state(state)
 
 
-# ---- graphs -------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------
 
 
 class Graph:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-
 LIMIT_S = 30
 
 
