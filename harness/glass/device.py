@@ -227,7 +227,8 @@ def stream(stream: Any) -> StreamContext:
 
 
 def synchronize(device: Any = None) -> None:
-    torch.accelerator.synchronize(_index(device))
+    # torch's own does nothing where only memory of another process was used
+    _core.synchronize_device(_index(device))
 
 
 def hold(stream: Any = None) -> Callable[[], None]:

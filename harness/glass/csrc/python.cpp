@@ -143,6 +143,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     world().races.clear();
     world().pending.clear();
   });
+  m.def("synchronize_device", &synchronize_device);
+  m.def("reseed", [](uint64_t seed) {
+    Lock lock(world().mutex);
+    world().draw.seed(seed);
+  });
   m.def("waiting", &waiting);
   m.def("error", [] {
     Lock lock(world().mutex);
