@@ -39,6 +39,9 @@ def register() -> None:
         for_tensor=True, for_module=True, for_storage=True
     )
     atexit.register(_core.stop)
+    from harness.glass import communicator
+
+    communicator.register()
 
 
 def _index(device: Any = None) -> int:

@@ -104,7 +104,10 @@ void launch_exchange(const at::Tensor& table, int64_t width) {
 
 } // namespace
 
+void bind_communicator(py::module& module);
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  bind_communicator(m);
   m.def("register_device", &register_device);
   m.def("current_device", &current_device);
   m.def("set_device", &set_device);
