@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.gpu.card import need_card
 from benchmarks.gpu.exchanges import measure_changes, measure_copies
-from benchmarks.gpu.step import Step, Values, main, need_cuda
+from benchmarks.gpu.step import Step, Values, main
 from benchmarks.gpu.weights import models
 
 LIMIT_S = 120
@@ -25,11 +26,11 @@ def run(step: Step) -> None:
     for model, sizes in models(small=step.small).items():
         for share in SHARES:
             with step.part(f"{model}, {share:.1%} changed, on the host") as values:
-                need_cuda()
+                need_card()
                 measure_changes(values, sizes, share, on_host=True)
                 compare(values, link, values["changes_bytes"], values["values_bytes"])
         with step.part(f"{model}, {WHOLE}") as values:
-            need_cuda()
+            need_card()
             measure_copies(values, sizes, on_host=True)
             compare(values, link, sizes.nbytes, sizes.nbytes)
 
