@@ -37,7 +37,7 @@ def run(step: Step) -> None:
 
 def compare(values: Values, link: Values, to_card: int, from_card: int) -> None:
     """Put the limit of the link beside the time, if it is known: both directions at once."""
-    if not link:
+    if "both_ways_bytes_per_s" not in link:
         return
     ways = to_card / link["to_card_bytes_per_s"], from_card / link["from_card_bytes_per_s"]
     both = (to_card + from_card) / link["both_ways_bytes_per_s"]
