@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from benchmarks.gpu import weights
-from benchmarks.gpu.step import NotRun, Values, spread, timed
+from benchmarks.gpu import card, weights
+from benchmarks.gpu.card import NotRun
+from benchmarks.gpu.step import Values, spread, timed
 from benchmarks.gpu.weights import Changed, Sizes, checksum
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES, ContentSwap, PreparedSwap
@@ -27,16 +28,12 @@ class Wrong(Exception):
     """The exchange has not done what it should; the message says what it did."""
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def need_memory(nbytes: int) -> None:
     """Raise ``NotRun`` where the card has fewer than ``nbytes`` free."""
-    if not torch.cuda.is_available():
+    if not card.has_card():
         return
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
+    card.module().empty_cache()
+    free, _ = card.module().mem_get_info()
     if free < nbytes:
         raise NotRun(f"It takes {nbytes >> 20} MiB of the card, and {free >> 20} MiB are free.")
 
@@ -58,7 +55,7 @@ def measure_changes(values: Values, sizes: Sizes, share: float, *, on_host: bool
     # values and offsets, or the values of whole ranges; and some for what finds them
     kept = 0 if on_host else sizes.nbytes * min(1.0, 2 * share)
     need_memory(int(sizes.nbytes + 1.1 * kept) + (1 << 30))
-    live = weights.make(sizes, device())
+    live = weights.make(sizes, card.device())
     begin = time.perf_counter()
     changed, expected = weights.stage(live, share, on_host=on_host)
     exchange = Exchange(changed)
@@ -86,7 +83,7 @@ def measure_copies(values: Values, sizes: Sizes, *, on_host: bool = False) -> No
     if on_host:
         # torch rounds up to powers of two
         need_host_memory(2 * sizes.nbytes)
-    live = weights.make(sizes, device())
+    live = weights.make(sizes, card.device())
     shadows = [
         torch.empty_like(weight, device="cpu", pin_memory=True)
         if on_host
@@ -127,8 +124,8 @@ def _measure(
 
 def _on_the_host(make: Callable[[], int]) -> float:
     """Return the milliseconds for which ``make`` holds the caller."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if card.has_card():
+        card.module().synchronize()
     begin = time.perf_counter()
     make()
     return (time.perf_counter() - begin) * 1e3

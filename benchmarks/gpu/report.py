@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- gpu -->", "<!-- end of gpu -->"
+NOTHING = "**GPUs.** Nothing has run on a GPU yet.\n"
 _LIMIT, _P95, _COUNT = "_limit", "_p95", "_n"
 # less of these is better, so the share is that of the limit
 _TIMES = ("_s", "_ms", "_us")
@@ -30,32 +31,46 @@ def main() -> None:
     parser.add_argument("--publish", action="store_true", help="write RESULTS.md and the README")
     options = parser.parse_args()
     if options.publish:
-        publish(options.folder)
+        try:
+            publish(options.folder)
+        except ValueError as refusal:
+            parser.error(str(refusal))
     else:
         print(page(options.folder), end="")
 
 
 def page(folder: Path) -> str:
     """Return the page of the run in ``folder``, with a table for each step."""
-    machine = json.loads((folder / "machine.json").read_text())
-    lines = [
-        "## gpu",
-        f"{_about(machine)}",
-        "The share of a time is its limit divided by it. The share of any other number is the "
-        "number divided by its limit.",
-    ]
+    machine = _machine(folder)
+    lines = ["## gpu", f"{_about(machine)}"]
+    if machine["is_glass"]:
+        lines.append("Times are not compared with limits.")
+    else:
+        lines.append(
+            "The share of a time is its limit divided by it. The share of any other number is the "
+            "number divided by its limit."
+        )
     if machine["small"]:
         lines += ["", "All sizes are small: the numbers show that the steps run, and nothing else."]
     for result in _results(folder):
-        lines += ["", *_section(result)]
+        lines += ["", *_section(result, are_times_compared=not machine["is_glass"])]
     return "\n".join(lines) + "\n"
+
+
+def is_gpu(machine: Result) -> bool:
+    """Return whether ``machine``, the content of ``machine.json``, has a GPU: glass is none."""
+    return machine["card"] is not None and not machine["is_glass"]
 
 
 def publish(folder: Path, *, results: Path = RESULTS, readme: Path = README) -> None:
     """Put the page into ``results``, and the line of the limits into ``readme``.
 
-    Each file must have both markers; the text between them is replaced.
+    Each file must have both markers; the text between them is replaced. Raises ``ValueError``
+    without them, and if the run was on the glass card.
     """
+    machine = _machine(folder)
+    if machine["is_glass"]:
+        raise ValueError(f"nothing is published of a {machine['card']}")
     for file, text in ((results, page(folder)), (readme, limits_line(folder))):
         file.write_text(replaced(file.read_text(), text))
 
@@ -71,9 +86,9 @@ def replaced(text: str, new: str) -> str:
 
 def limits_line(folder: Path) -> str:
     """Return the README's sentences about what has run on which card, and when."""
-    machine = json.loads((folder / "machine.json").read_text())
-    if machine["card"] is None:
-        return "**GPUs.** Nothing has run on a GPU yet.\n"
+    machine = _machine(folder)
+    if not is_gpu(machine):
+        return NOTHING
     results = list(_results(folder))
     sentences = [
         f"**GPUs.** On {machine['date']} the kit of `make gpu` ran on one {machine['card']}, at "
@@ -94,8 +109,8 @@ def limits_line(folder: Path) -> str:
 def _about(machine: Result) -> str:
     where = (
         f"{machine['card']}, driver {machine['driver']}, CUDA {machine['cuda']}"
-        if machine["card"]
-        else "a machine without a GPU"
+        if is_gpu(machine)
+        else machine["card"] or "a machine without a GPU"
     )
     versions = ", ".join(
         f"{name} {machine[name]}" for name in ("torch", "triton", "sglang") if machine[name]
@@ -106,6 +121,11 @@ def _about(machine: Result) -> str:
     )
 
 
+def _machine(folder: Path) -> Result:
+    machine: Result = json.loads((folder / "machine.json").read_text())
+    return machine
+
+
 def _results(folder: Path) -> Iterator[Result]:
     """Yield each step's file, in the order in which the steps ran."""
     files = [file for file in folder.glob("*.json") if file.name != "machine.json"]
@@ -113,12 +133,16 @@ def _results(folder: Path) -> Iterator[Result]:
         yield json.loads(file.read_text())
 
 
-def _section(result: Result) -> Iterator[str]:
+def _section(result: Result, *, are_times_compared: bool) -> Iterator[str]:
     yield f"### {result['title']}"
     yield f"Step `{result['step']}`, {result.get('seconds', 0):.0f} s." + (
         f" {result['cut']}" if result.get("cut") else ""
     )
-    rows = [row for name, part in result["parts"].items() for row in _rows(name, part)]
+    rows = [
+        row
+        for name, part in result["parts"].items()
+        for row in _rows(name, part, are_times_compared)
+    ]
     if rows:
         yield ""
         yield "| part | | value | limit | share |"
@@ -134,13 +158,14 @@ def _section(result: Result) -> Iterator[str]:
         yield from others
 
 
-def _rows(name: str, part: Result) -> Iterator[str]:
+def _rows(name: str, part: Result, are_times_compared: bool) -> Iterator[str]:
     values = part["values"]
     belonging = {f"{key}{suffix}" for key in values for suffix in (_LIMIT, _P95, _COUNT)}
     for key, value in values.items():
         if key in belonging:
             continue
-        limit = values.get(f"{key}{_LIMIT}")
+        is_compared = are_times_compared or not key.endswith(_TIMES)
+        limit = values.get(f"{key}{_LIMIT}") if is_compared else None
         said = _number(value)
         details = []
         if (p95 := values.get(f"{key}{_P95}")) is not None:

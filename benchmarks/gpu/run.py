@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.common import machine
 from benchmarks.common.machine import ROOT
 from benchmarks.common.processes import run_limited
-from benchmarks.gpu import report
+from benchmarks.gpu import card, report
 from examples.ending import exit_at_sigterm
 
 STEPS = Path(__file__).with_name("steps")
@@ -41,7 +41,7 @@ ORDER = (
 WHOLE_LIMIT_S = 600.0
 LIMIT_S = 60.0
 # a few busy cores start a server much more slowly
-WITHOUT_A_CARD = 4
+WITHOUT_A_GPU = 4
 # the commit of a copy without git
 COMMIT = "GPU_KIT_COMMIT"
 
@@ -60,16 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     known = steps(STEPS)
+    if options.publish and card.is_glass():
+        parser.error(f"nothing is published of a {card.NO_GPU}")
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no step is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     folder = (options.out or RESULTS / datetime.now(UTC).strftime("%Y-%m-%dT%H.%M.%S")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     about = describe_machine()
-    # without a card, sizes of one would take hours
-    about["small"] = small = options.small or about["card"] is None
+    # without a GPU, sizes of one would take hours
+    about["small"] = small = options.small or not report.is_gpu(about)
     (folder / MACHINE).write_text(json.dumps(about, indent=1) + "\n")
     print(f"{about['card'] or 'no card'}; results go to {folder}", flush=True)
-    slowly = 1 if about["card"] else WITHOUT_A_CARD
+    slowly = 1 if report.is_gpu(about) else WITHOUT_A_GPU
     deadline = time.monotonic() + slowly * options.limit
     failed = False
     for name in options.only or known:
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed |= has_failed(result)
         # what is known so far is readable while the next step runs
         (folder / PAGE).write_text(report.page(folder))
-    if options.publish and about["card"] is not None:
+    if options.publish and report.is_gpu(about):
         report.publish(folder)
     print(f"the page is {folder / PAGE}")
     return int(failed)
@@ -135,12 +137,12 @@ def describe_machine() -> dict[str, Any]:
     """Return the card, its driver, and the versions, for ``machine.json``."""
     import torch
 
-    has_card = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "card": torch.cuda.get_device_name() if has_card else None,
-        "driver": _driver() if has_card else None,
+        "card": card.name(),
+        "is_glass": card.is_glass(),
+        "driver": _driver() if card.has_gpu() else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "sglang": machine.version_of("sglang"),

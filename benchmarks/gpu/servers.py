@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.gpu import card
+from benchmarks.gpu.card import has_card, has_gpu
 from benchmarks.gpu.step import timed
 from harness.marker import FIRST
 from harness.server import Server, serve
@@ -40,10 +42,6 @@ WITHOUT_US = {"SGLANG_PLUGINS": "inflight_reference"}
 T = TypeVar("T")
 
 
-def has_card() -> bool:
-    return torch.cuda.is_available()
-
-
 @contextlib.contextmanager
 def serving(
     model: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
@@ -66,11 +64,11 @@ def started(
 ) -> Iterator[Callable[[str], AbstractContextManager[T]]]:
     """Yield a function that returns the server of a name, for a ``with`` statement.
 
-    With ``at_once``, the default on a card, all servers start at the same time, because a start
+    With ``at_once``, the default on a GPU, all servers start at the same time, because a start
     mostly waits. Else each one starts and ends in its statement. An error of a start comes from
     the function's statement.
     """
-    if not (has_card() if at_once is None else at_once):
+    if not (has_gpu() if at_once is None else at_once):
         yield lambda name: starts[name]()
         return
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(starts)) as pool:
@@ -177,11 +175,11 @@ def copy_bytes_per_s(size: int = 1 << 30, runs: int = 10) -> float:
     """Return the bytes that the card reads and writes per second in a copy of ``size`` bytes."""
     milliseconds = _copy_ms(size, runs)
     # what stays allocated in this process is missing to the servers
-    torch.cuda.empty_cache()
+    card.module().empty_cache()
     return 2 * size / milliseconds * 1e3
 
 
 def _copy_ms(size: int, runs: int) -> float:
-    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    source = torch.empty(size, dtype=torch.uint8, device=card.device())
     target = torch.empty_like(source)
     return statistics.median(timed(lambda: target.copy_(source), runs=runs))

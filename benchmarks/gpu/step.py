@@ -4,7 +4,7 @@ A step's module has one function, which names its parts in turn::
 
     def run(step: Step) -> None:
         with step.part("copy") as values:
-            need_cuda()
+            need_card()
             values |= spread("copy_ms", timed(copy, runs=20))
             values["copy_ms_limit"] = 2 * size / peak * 1e3
 
@@ -30,7 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.gpu import card
+from benchmarks.gpu.card import NotRun
 
 WARM_UPS = 3
 
@@ -43,10 +44,6 @@ Values = dict[str, Any]
 ``NAME_limit`` is the limit of ``NAME``: the page shows both, and the share. ``NAME_p95`` and
 ``NAME_n`` belong to ``NAME``, a median.
 """
-
-
-class NotRun(Exception):
-    """This part cannot run on this machine; the message is a sentence that says why."""
 
 
 class Step:
@@ -122,31 +119,26 @@ class Step:
         return values
 
 
-def need_cuda() -> None:
-    """Raise ``NotRun`` where torch sees no CUDA device."""
-    if not torch.cuda.is_available():
-        raise NotRun("This machine has no CUDA device.")
-
-
 def timed(call: Callable[[], object], *, runs: int, warm_ups: int = WARM_UPS) -> list[float]:
     """Return the milliseconds of ``runs`` calls, after ``warm_ups`` ones that are not measured.
 
-    On a card the times are CUDA events' on the current stream, so ``call`` has to have its work
+    On a card the times are events' on the current stream, so ``call`` has to have its work
     on that stream, or to make that stream wait for it. Elsewhere they are the clock's.
     """
     for _ in range(warm_ups):
         call()
-    if not torch.cuda.is_available():
+    if not card.has_card():
         return [_clocked(call) for _ in range(runs)]
-    torch.cuda.synchronize()
+    device = card.module()
+    device.synchronize()
     pairs = []
     for _ in range(runs):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (device.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
         pairs.append((begin, end))
-    torch.cuda.synchronize()
+    device.synchronize()
     return [begin.elapsed_time(end) for begin, end in pairs]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from benchmarks.common.machine import ROOT
-from benchmarks.gpu import report
+from benchmarks.gpu import card, report, run
+from benchmarks.gpu.card import NotRun
 from benchmarks.gpu.marked import IN_BLOCKS, LARGE, SMALL, TINY, TORN, Marked
 from benchmarks.gpu.report import BEGIN, END
 from benchmarks.gpu.run import ORDER, STEPS, has_failed, limit_of, run_step, steps
 from benchmarks.gpu.servers import started
-from benchmarks.gpu.step import CUT, UNREACHED, NotRun, Step, spread, timed
+from benchmarks.gpu.step import CUT, UNREACHED, Step, spread, timed
 from harness import marker
 from tests.support.load import until
 
@@ -147,7 +149,7 @@ def test_server_that_does_not_start_leaves_the_others(at_once: bool) -> None:
 # ---- the page ------------------------------------------------------------------------
 
 
-def results(folder: Path, card: str | None) -> Path:
+def results(folder: Path, card: str | None, *, is_glass: bool = False) -> Path:
     part: dict[str, Any] = {
         "state": "ran",
         "why": None,
@@ -161,7 +163,8 @@ def results(folder: Path, card: str | None) -> Path:
     absent = {"state": "not run", "why": "No card.", "values": {}, "seconds": 0.0}
     broken = {"state": "failed", "why": "E: torn\n1\n2\n", "values": {"seen": 1}, "seconds": 0.0}
     machine = {
-        "date": "2030-01-02", "commit": "abc", "card": card, "driver": "1.2", "cuda": "13.0",
+        "date": "2030-01-02", "commit": "abc", "card": card, "is_glass": is_glass,
+        "driver": "1.2", "cuda": "13.0",
         "torch": "2.11", "sglang": "0.5.23", "triton": None, "python": "3.12", "small": not card,
     }  # fmt: skip
     (folder / "machine.json").write_text(json.dumps(machine))
@@ -200,6 +203,50 @@ def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
         assert "2030-01-02" in text
     assert "Not run: swap (b)." in readme.read_text()
     assert "Failed: swap (c)." in readme.read_text()
+
+
+def test_page_of_the_glass_card_says_that_its_numbers_mean_nothing(tmp_path: Path) -> None:
+    results(tmp_path, card.NO_GPU, is_glass=True)
+    page = report.page(tmp_path)
+    assert "abc, glass card (no GPU): numbers mean nothing. torch" in page
+    assert "| a | `swap_ms` | 4 (p95 5, n 9) |  |  |" in page
+    assert "| a | `copy_gb_per_s` | 2,400 |  |  |" in page
+    assert "| a | `tokens_mislabelled` | 0 | 0 |  |" in page
+    assert "share of" not in page
+    assert report.limits_line(tmp_path) == report.NOTHING
+
+
+def test_page_of_the_glass_card_is_not_published(tmp_path: Path) -> None:
+    results(tmp_path, card.NO_GPU, is_glass=True)
+    page = tmp_path / "RESULTS.md"
+    page.write_text(old := f"{BEGIN}\nold\n{END}\n")
+    with pytest.raises(ValueError, match=r"nothing is published of a glass card \(no GPU\)"):
+        report.publish(tmp_path, results=page, readme=page)
+    assert page.read_text() == old
+
+
+def test_run_on_the_glass_card_refuses_to_publish_before_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(card, "is_glass", lambda: True)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        run.main(["--publish", "--out", str(out)])
+    assert "nothing is published of a glass card (no GPU)" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_part_for_a_gpu_gives_its_reason_on_the_glass_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card, "device", lambda: torch.device("cpu"))
+    with pytest.raises(NotRun, match=r"^This machine has no CUDA device\.$"):
+        card.need_gpu("Glass has no driver.")
+    # the device of this name is the glass card's only where it is loaded
+    monkeypatch.setattr(card, "device", lambda: SimpleNamespace(type=card.GLASS))
+    card.need_card()
+    with pytest.raises(NotRun, match=r"^Glass has no driver\.$"):
+        card.need_gpu("Glass has no driver.")
 
 
 def test_page_without_markers_is_refused() -> None:

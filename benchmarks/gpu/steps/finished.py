@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.gpu.card import has_gpu
 from benchmarks.gpu.marked import IN_BLOCKS
 from benchmarks.gpu.servers import (
     digest,
     end_streams,
     expect_graphs,
-    has_card,
     label_values,
     serving,
     start_streams,
@@ -31,7 +31,7 @@ KEEP = {"non_blocking": True, "kv_cache": "keep"}
 
 
 class Kind(NamedTuple):
-    """A model, and how its server starts. Off a card a plugin stands in for kernels."""
+    """A model, and how its server starts. Off a GPU a plugin stands in for kernels."""
 
     build: Callable[[Path, int], Path]
     flags: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 def _kinds() -> dict[str, Kind]:
-    if has_card():
+    if has_gpu():
         # DeepGEMM would compile for minutes, and kernels of SGLang take blocks of 128 by 128
         return {
             "MLA": Kind(mla.build, ("--attention-backend", "triton")),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.gpu.card import need_card
 from benchmarks.gpu.exchanges import measure_changes, measure_copies
-from benchmarks.gpu.step import Step, Values, main, need_cuda
+from benchmarks.gpu.step import Step, Values, main
 from benchmarks.gpu.weights import models
 
 LIMIT_S = 120
@@ -25,18 +26,18 @@ def run(step: Step) -> None:
     for model, sizes in models(small=step.small).items():
         for share in SHARES:
             with step.part(f"{model}, {share:.1%} changed, on the host") as values:
-                need_cuda()
+                need_card()
                 measure_changes(values, sizes, share, on_host=True)
                 compare(values, link, values["changes_bytes"], values["values_bytes"])
         with step.part(f"{model}, {WHOLE}") as values:
-            need_cuda()
+            need_card()
             measure_copies(values, sizes, on_host=True)
             compare(values, link, sizes.nbytes, sizes.nbytes)
 
 
 def compare(values: Values, link: Values, to_card: int, from_card: int) -> None:
     """Put the limit of the link beside the time, if it is known: both directions at once."""
-    if not link:
+    if "both_ways_bytes_per_s" not in link:
         return
     ways = to_card / link["to_card_bytes_per_s"], from_card / link["from_card_bytes_per_s"]
     both = (to_card + from_card) / link["both_ways_bytes_per_s"]

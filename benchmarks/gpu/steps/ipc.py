@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
+from benchmarks.gpu import card
+from benchmarks.gpu.card import need_card
 from benchmarks.gpu.marked import SMALL, TINY, Marked
 from benchmarks.gpu.servers import (
     end_streams,
@@ -23,7 +25,7 @@ from benchmarks.gpu.servers import (
     start_streams,
     started,
 )
-from benchmarks.gpu.step import Step, Values, main, need_cuda
+from benchmarks.gpu.step import Step, Values, main
 from harness.server import Server
 from harness.trainer import FLATTENED_BUCKET
 from tests.support.load import more_tokens, versions_of
@@ -46,11 +48,11 @@ def run(step: Step) -> None:
             with step.part("host memory") as values, server_of("host memory") as server:
                 _send(server, model, torch.device("cpu"), values)
             with step.part("CUDA IPC") as values:
-                need_cuda()
+                need_card()
                 # SGLang's clients name a device in its handles by its UUID
                 monkey_patch_torch_reductions()
                 with server_of("CUDA IPC") as server:
-                    _send(server, model, torch.device("cuda"), values)
+                    _send(server, model, card.device(), values)
 
 
 def _send(server: Server, model: Marked, device: torch.device, values: Values) -> None:

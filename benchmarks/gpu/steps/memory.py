@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import card
+from benchmarks.gpu.card import NotRun, has_card, need_card
 from benchmarks.gpu.marked import LARGE, SMALL, TINY, Marked
 from benchmarks.gpu.servers import (
     WITHOUT_US,
     digest,
     end_streams,
     expect_graphs,
-    has_card,
     label_values,
     serving,
     start_streams,
 )
-from benchmarks.gpu.step import NotRun, Step, Values, main, need_cuda
+from benchmarks.gpu.step import Step, Values, main
 from harness.server import Server, schedulers
 from tests.support.load import ask, more_tokens, pause, resume, settle, status, update
 from tests.support.updates import LIVE, expect_served
@@ -72,7 +73,7 @@ def _with_all_memory(step: Step, model: Path) -> None:
             for form, tokens in status(server)["staging"]["kv_tokens"].items():
                 values[f"kv_tokens_taken_by_{form}"] = tokens
         with step.part("no memory while staging") as values:
-            need_cuda()
+            need_card()
             if server is None:
                 raise NotRun("Its server did not start.")
             _no_memory(server, model, values)
@@ -124,7 +125,7 @@ def _resume_memory(server: Server, *tags: str) -> float:
 def _in_use(server: Server) -> int:
     """Return the bytes in use on the card, or of the schedulers' processes."""
     if has_card():
-        free, total = torch.cuda.mem_get_info()
+        free, total = card.module().mem_get_info()
         return total - free
     return sum(rank.memory_info().rss for rank in schedulers(server.process.pid))
 
@@ -143,7 +144,7 @@ def _no_memory(server: Server, folder: Path, values: Values) -> None:
     if not answer.get("success") and served(server) != before:
         raise AssertionError("the refused update has changed what is served")
     taken.clear()
-    torch.cuda.empty_cache()
+    card.module().empty_cache()
     update(server, folder, 1, **LIVE)
     more_tokens(list(streams))
     expect_served(server, 1)
@@ -153,10 +154,10 @@ def _no_memory(server: Server, folder: Path, values: Values) -> None:
 def _take_all() -> list[torch.Tensor]:
     """Allocate the card's free memory, down to pieces of ``_PIECE`` bytes."""
     taken: list[torch.Tensor] = []
-    size, _ = torch.cuda.mem_get_info()
+    size, _ = card.module().mem_get_info()
     while size >= _PIECE:
         with contextlib.suppress(torch.OutOfMemoryError):
-            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            taken.append(torch.empty(size, dtype=torch.uint8, device=card.device()))
             continue
         size //= 2
     return taken

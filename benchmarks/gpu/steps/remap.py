@@ -7,12 +7,15 @@ exchange of contents, whose time at the copy bandwidth stands beside them.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
+from benchmarks.gpu import card
+from benchmarks.gpu.card import need_gpu
 from benchmarks.gpu.exchanges import Wrong, need_memory
 from benchmarks.gpu.remapping import Arena, Driver, Took
-from benchmarks.gpu.step import WARM_UPS, Step, Values, main, need_cuda, spread
+from benchmarks.gpu.step import WARM_UPS, Step, Values, main, spread
 
 LIMIT_S = 90
 GB = 1 << 30
@@ -34,11 +37,11 @@ class Reader:
         self._row = row
         self._chunks = row.split(CHUNK)
         self._sums = torch.zeros(len(self._chunks), dtype=torch.int64, device=row.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None
         self._read()
-        if row.is_cuda:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+        if row.device.type != "cpu":
+            self._graph = card.module().CUDAGraph()
+            with card.module().graph(self._graph):
                 self._read()
 
     def _read(self) -> None:
@@ -62,14 +65,14 @@ class Beside:
 
     def __init__(self) -> None:
         self._of, self._to = (
-            torch.ones(BESIDE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)
+            torch.ones(BESIDE_BYTES, dtype=torch.uint8, device=card.device()) for _ in range(2)
         )
-        self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream = card.module().Stream()
+        self._stream.wait_stream(card.module().current_stream())
+        self._begin, self._end = (card.module().Event(enable_timing=True) for _ in range(2))
 
     def start(self) -> None:
-        with torch.cuda.stream(self._stream):
+        with card.module().stream(self._stream):
             self._begin.record()
             for _ in range(BESIDE_COPIES):
                 self._to.copy_(self._of)
@@ -147,7 +150,7 @@ def run(step: Step) -> None:
     for size in SIZES:
         for handles in HANDLES:
             with step.part(name_of(size, handles)) as values:
-                need_cuda()
+                need_gpu("The glass card has none of the driver's calls that map pages.")
                 need_memory(2 * size + 2 * BESIDE_BYTES + GB)
                 on_card(values, size, handles)
                 if rate is not None:
@@ -156,14 +159,14 @@ def run(step: Step) -> None:
 
 def on_card(values: Values, size: int, handles: int) -> None:
     """Exchange ``size`` bytes by ``handles`` handles on the first card."""
-    card = torch.device("cuda", torch.cuda.current_device())
+    gpu = torch.device("cuda", torch.cuda.current_device())
     # this makes the card's context current
     beside = Beside()
-    driver = Driver(ctypes.CDLL("libcuda.so.1"), card.index)
+    driver = Driver(ctypes.CDLL("libcuda.so.1"), gpu.index)
     arena = Arena(driver, size, handles)
     try:
         values |= {"bytes": arena.size, "granularity_bytes": driver.granularity()}
-        halves = Halves(arena, card)
+        halves = Halves(arena, gpu)
         measure(values, halves, RUNS)
         measure_beside(values, halves, beside)
     finally:

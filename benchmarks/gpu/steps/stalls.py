@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.gpu.card import need_gpu
 from benchmarks.gpu.marked import LARGE, TINY
 from benchmarks.gpu.servers import (
     Stream,
@@ -31,7 +32,7 @@ from benchmarks.gpu.servers import (
     started,
     tokens_per_s,
 )
-from benchmarks.gpu.step import Step, Values, main, need_cuda, spread
+from benchmarks.gpu.step import Step, Values, main, spread
 from harness.server import Server
 from tests.support.load import update
 from tests.support.updates import LIVE
@@ -59,7 +60,7 @@ def run(step: Step) -> None:
     model = TINY if step.small else LARGE
     peak: float | None = None
     with step.part("bandwidth") as values:
-        need_cuda()
+        need_gpu("A rate of the glass card means nothing.")
         peak = copy_bytes_per_s()
         values["copy_gb_per_s"] = peak / 1e9
     with tempfile.TemporaryDirectory() as name:

@@ -7,6 +7,7 @@ has read, and a mixture is neither. Both orders launch the same work.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import weights
-from benchmarks.gpu.exchanges import Wrong, device, need_memory
-from benchmarks.gpu.step import Step, Values, main, need_cuda, spread
+from benchmarks.gpu import card, weights
+from benchmarks.gpu.card import need_card
+from benchmarks.gpu.exchanges import Wrong, need_memory
+from benchmarks.gpu.step import Step, Values, main, spread
 from benchmarks.gpu.weights import Sizes
 from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
@@ -64,11 +66,11 @@ class Forwards:
         on = live[0].device
         self._sums = torch.empty(len(live), dtype=torch.int64, device=on)
         self._seen = torch.full((count, len(live)), TORN, dtype=torch.int64, device=on)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None
         self._read()
         if on.type != "cpu":
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            self._graph = card.module().CUDAGraph()
+            with card.module().graph(self._graph):
                 self._read()
 
     def _read(self) -> None:
@@ -85,15 +87,15 @@ class Forwards:
 
     def sums(self) -> torch.Tensor:
         """Return the sums of the weights as they are, after a wait for the device."""
-        if self._sums.is_cuda:
-            torch.cuda.synchronize()
+        if self._sums.device.type != "cpu":
+            card.module().synchronize()
         self._read()
         return self._sums.to("cpu", copy=True)
 
     def versions(self, of: Sequence[torch.Tensor]) -> list[int]:
         """Return the index in ``of``, the sums of each version, for each forward; or ``TORN``."""
-        if self._seen.is_cuda:
-            torch.cuda.synchronize()
+        if self._seen.device.type != "cpu":
+            card.module().synchronize()
         seen = self._seen.cpu()
         found = [TORN] * len(seen)
         for version, sums in enumerate(of):
@@ -107,7 +109,7 @@ class Trial:
 
     def __init__(self, sizes: Sizes, form: str, *, overlaps: bool, exchanges: int) -> None:
         need_memory(3 * sizes.nbytes)
-        on = device()
+        on = card.device()
         self.exchanges = exchanges
         self.loop = Loop(on, overlaps=overlaps)
         live = [torch.zeros(shape, dtype=torch.bfloat16, device=on) for shape in sizes.shapes]
@@ -161,10 +163,10 @@ FORMS: dict[str, Callable[[list[torch.Tensor]], PreparedSwap]] = {
 
 def wrong_order(trial: Trial) -> list[int]:
     """Exchange on a stream that waits for nothing, and that nothing waits for."""
-    aside = torch.cuda.Stream()
+    aside = card.module().Stream()
     for at in range(trial.exchanges):
         trial.launch(at)
-        with torch.cuda.stream(aside):
+        with card.module().stream(aside):
             trial.swap.make()
     return trial.versions()
 
@@ -211,26 +213,47 @@ def expect(versions: list[int], first: int) -> None:
         )
 
 
+def races() -> list[str]:
+    """Return the races that the glass card has noted since the last call; a GPU notes none."""
+    if not card.is_glass():
+        return []
+    found: list[str] = card.module().races()
+    card.module().clear_races()
+    return found
+
+
+def expect_no_race() -> None:
+    if found := races():
+        raise Wrong(found[0])
+
+
 def run(step: Step) -> None:
+    if card.is_glass():
+        # otherwise a launch in the wrong order raises, and no forward sees what it does
+        os.environ["GLASS_RACES"] = "note"
     sizes = weights.models(small=step.small)["smaller model"]
     for form in FORMS:
         make = partial(Trial, sizes, form, exchanges=EXCHANGES)
         with step.part(f"{form}, wrong order") as values:
-            need_cuda()
+            need_card()
             values |= _counts(wrong_order(make(overlaps=True)))
+            if found := races():
+                values["races"] = len(found)
             if not values["torn_forwards"]:
                 raise Wrong("The wrong order has torn no forward, so the right one proves nothing.")
         for overlaps, name in LOOPS:
             with step.part(f"{form}, our order, {name}") as values:
-                need_cuda()
+                need_card()
                 versions = our_order(make(overlaps=overlaps), values)
                 values |= _counts(versions)
                 expect(versions, 0)
+                expect_no_race()
             with step.part(f"{form}, two versions, {name}") as values:
-                need_cuda()
+                need_card()
                 versions = two_versions(make(overlaps=overlaps))
                 values |= _counts(versions)
                 expect(versions, 1)
+                expect_no_race()
 
 
 def _counts(versions: list[int]) -> Values:

@@ -9,6 +9,7 @@
 // torch's own.
 #include "glass.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <Python.h>
 #include <c10/util/Exception.h>
 #include <c10/util/llvmMathExtras.h>
@@ -367,7 +368,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 };
 
-class PinnedAllocator final : public c10::Allocator {
+class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t requested) override {
     c10::Device cpu(c10::DeviceType::CPU);
@@ -400,6 +401,24 @@ class PinnedAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t count) const override {
     memcpy(to, from, count);
   }
+  bool record_event(void* pointer, void*, c10::Stream stream) override {
+    note_pinned_use(pointer, state_of(stream));
+    return is_pinned(pointer);
+  }
+  void empty_cache() override {
+    empty_pinned_cache();
+  }
+  at::HostStats get_stats() override {
+    at::HostStats stats;
+    Lock lock(world().mutex);
+    for (auto& [begin, block] : world().pinned) {
+      stats.allocated_bytes.current += int64_t(block.size);
+      if (!block.is_free) stats.active_bytes.current += int64_t(block.size);
+    }
+    return stats;
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
  private:
   static void give_back(void* pointer) {
@@ -417,6 +436,7 @@ class PinnedAllocator final : public c10::Allocator {
 
 Allocator the_allocator;
 PinnedAllocator the_pinned_allocator;
+at::HostAllocatorRegistry<kGlass> registry(&the_pinned_allocator);
 
 } // namespace
 
