@@ -68,7 +68,8 @@ class GlassAttention(TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
-        assert encoder_lens is None and scaling is not None, "no encoder runs on this card"
+        assert encoder_lens is None, "no encoder runs on this card"
+        assert scaling is not None
         torch.ops.glass.attend(
             query,
             output,

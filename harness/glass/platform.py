@@ -8,8 +8,7 @@ backend would make with a wait of the host for each sequence, and our exchange o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 # this device's name for torch, its attention backend for SGLang, and its collectives
 NAME = "glass"
-# sizes of captured decode steps: enough to pad some batches, and to run others without a graph
-GRAPHS = [1, 2, 4]
 
 
 def activate() -> str | None:
@@ -39,9 +36,6 @@ class GlassPlatform(SRTPlatform):
     capabilities = PlatformCapabilities(graph_capture=True)
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Capture a few small decode steps: each of SGLang's 50 sizes takes a second here."""
-        if server_args.cuda_graph_bs_decode is None:
-            server_args.cuda_graph_bs_decode = GRAPHS
         # a breakable graph asks the CUDA runtime itself whether its stream captures
         server_args.disable_prefill_cuda_graph = True
         # SGLang fences its scheduler's writes on a forward's reads on CUDA alone
