@@ -130,11 +130,12 @@ def _environment() -> dict[str, str]:
 
 def _has_accelerator() -> bool:
     """Tell whether an accelerator is present: its state after importing SGLang does not survive a
-    fork.
+    fork. The glass card (``harness/glass``) has no state before its first use.
     """
     import torch
 
-    return torch.accelerator.is_available()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type != "glass"
 
 
 def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
