@@ -85,6 +85,15 @@ def test_swap_is_ordered_between_two_forwards(loop: Loop) -> None:
     assert loop.schedule_stream.synchronized is None
 
 
+def test_staging_begins_behind_all_forwards_launched_so_far(loop: Loop) -> None:
+    loop.forward("old")
+    weights = swap_in(loop)
+    loop.forward("new")
+    assert weights.launched().done >= {"old", "swap", "new"}
+    # the host did not wait
+    assert loop.forward_stream.synchronized is None
+
+
 def test_forward_of_the_previous_version_is_between_two_exchanges(loop: Loop) -> None:
     weights = swap_in(loop)
     loop.forward("before")
