@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import swap_for
+from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -354,3 +356,24 @@ def test_product_that_a_graph_holds_refuses_updates_by_name() -> None:
     served.made.look(in_graphs=True)
     with pytest.raises(Refused, match=r"_attn_res_cw_cache.*captured CUDA graphs hold it"):
         served.stage(residual_version(1))
+
+
+@on_card()
+def test_staging_takes_no_stream_of_a_model() -> None:
+    model = on_device(Model())
+    scheduler: Any = SimpleNamespace(forward_stream=glass.Stream())
+    layer: Any = nn.Module()
+    layer.alt_stream = glass.Stream()
+    model.add_module("layer", layer)
+    # the pool gives each of its 32 streams in turn: next comes the layer's again
+    for _ in range(31):
+        glass.Stream()
+    done = threading.Event()
+    answers: Any = SimpleNamespace(succeed=lambda call, answer: done.set())
+    worker = StagingWorker(answers, GLASS, 0, UNPACED, lambda: streams_of(scheduler, [model]))
+    # a forward of this model goes on
+    release = glass.hold(layer.alt_stream)
+    call: Any = object()
+    worker.submit(call, lambda: version(1)["weight"].to(GLASS))
+    assert done.wait(5), glass.waiting()
+    release()

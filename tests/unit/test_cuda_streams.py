@@ -132,7 +132,7 @@ def test_staging_stream_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     device.Stream()
     monkeypatch.setattr(torch, "get_device_module", lambda of: device)
     scheduler: Any = loop
-    in_use = worker.streams_of(scheduler)
+    in_use = worker.streams_of(scheduler, [])
     assert len(in_use) == 3
     own = worker.own_stream(torch.device("cuda"), in_use)
     assert own.cuda_stream not in {stream.cuda_stream for stream in in_use}
