@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from sglang.srt.layers.attn_residual import get_cw
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_inflight.scheduler.captures import capture_beside_other_threads
 from sglang_inflight.scheduler.update.changes import exchange_kernel
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
@@ -377,3 +379,37 @@ def test_staging_takes_no_stream_of_a_model() -> None:
     worker.submit(call, lambda: version(1)["weight"].to(GLASS))
     assert done.wait(5), glass.waiting()
     release()
+
+
+class Capture:
+    """A capture of a graph with the hook on captures."""
+
+    def __init__(self, graph: Any) -> None:
+        capture_beside_other_threads(self._begin, self, graph)
+
+    def _begin(self, capture: Any, *args: Any, **kwargs: Any) -> None:
+        self._capture = glass.graph(*args, **kwargs)
+
+    def __enter__(self) -> None:
+        self._capture.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._capture.__exit__(*error)
+
+
+@on_card()
+def test_update_is_staged_beside_a_capture() -> None:
+    served = Served(on_device(Model()))
+    staged: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    graph = glass.Graph()
+    with torch.no_grad(), Capture(graph):
+        thread = threading.Thread(target=lambda: staged.put(served.stage(version(1))))
+        thread.start()
+        thread.join()
+        result = served.model()
+    graph.replay()
+    assert not result.cpu().any()
+    served.commit(staged.get_nowait())
+    graph.replay()
+    new = version(1)
+    assert torch.equal(result.cpu(), new["weight"] + new["other"])
