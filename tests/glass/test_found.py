@@ -27,7 +27,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
-from sglang_inflight.scheduler.update.swap import swap_for
+from sglang_inflight.scheduler.update.swap import SPARE_BYTES, swap_for
 from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
@@ -413,3 +413,28 @@ def test_update_is_staged_beside_a_capture() -> None:
     graph.replay()
     new = version(1)
     assert torch.equal(result.cpu(), new["weight"] + new["other"])
+
+
+class Large(nn.Module):
+    """A model whose comparison with an update needs megabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1024, 1024), requires_grad=False)
+
+    load_weights = Residual.load_weights
+
+
+@on_card(memory=128 << 20)
+def test_update_is_staged_where_the_device_has_no_room_to_compare() -> None:
+    served = Served(on_device(Large()))
+    free, _ = glass.mem_get_info()
+    # the rest is for the spare piece of a swap, and for a table of addresses
+    left = SPARE_BYTES + (2 << 20)
+    kv_cache = torch.empty(free - left, dtype=torch.uint8, device=GLASS)
+    new = {"weight": torch.randn(1024, 1024)}
+    sealed = served.stage(new)
+    assert sealed.staged_as.form == "changes on host"
+    served.commit(sealed)
+    assert torch.equal(served.model.weight.cpu(), new["weight"])
+    assert glass.mem_get_info()[0] < len(kv_cache)
