@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
 from sglang_inflight.scheduler.adapter_config import read_config, scale
 from sglang_inflight.scheduler.adapter_weights import merge, read_weights, take
+from sglang_inflight.scheduler.captures import capture_beside_other_threads
 from sglang_inflight.scheduler.collectives import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes import (
@@ -460,6 +461,13 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SENDER}.send_output", end_with_output, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", launch, HookType.AROUND),
+    ("torch.cuda.graphs.graph.__init__", capture_beside_other_threads, HookType.AROUND),
+    (
+        "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+        ".BreakableCUDAGraphCapture.__init__",
+        capture_beside_other_threads,
+        HookType.AROUND,
+    ),
     (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
     (f"{_SCHEDULER}.load_lora_adapter", load_adapter, HookType.AROUND),
     (f"{_SCHEDULER}.load_lora_adapter_from_tensors", load_adapter, HookType.AROUND),

@@ -24,6 +24,7 @@ from tests.unit.fakes import uncounted
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
+_UNLIMITED = Budget()
 
 
 class Rank:
@@ -36,8 +37,13 @@ class Rank:
         *,
         served: Mapping[str, Sequence[int]],
         ties_head: bool = False,
+        device: torch.device = CPU,
+        budget: Budget = _UNLIMITED,
     ) -> None:
-        """``served``: the shapes of the tensors in the start's checkpoint."""
+        """``served``: the shapes of the tensors in the start's checkpoint.
+
+        ``device``: of the model's forwards.
+        """
         self.model = model
         parameters = ShadowParameters()
         self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
@@ -49,11 +55,11 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             [self.shadowed],
-            Shadows([self.shadowed], parameters, UNPACED, Budget()),
+            Shadows([self.shadowed], parameters, UNPACED, budget),
             groups,
             metrics,
             mode=mode,
-            device=CPU,
+            device=device,
             rate_limit=UNPACED,
             check_finite=True,
             layout={},
@@ -96,10 +102,15 @@ class Rank:
         return Update(opened, base_version="")
 
     def send(
-        self, update: Update, calls: Sequence[Tensors], load_format: str | None = None
+        self,
+        update: Update,
+        calls: Sequence[Tensors],
+        load_format: str | None = None,
+        *,
+        after: Any = None,
     ) -> None:
-        """Stage and seal ``update``, without a commit."""
-        self._jobs.prepare(update, None, after=None)
+        """Stage and seal ``update``, without a commit. ``after``: see ``Jobs.prepare``."""
+        self._jobs.prepare(update, None, after=after)
         for call in calls:
             source: Any = tensor_source(load_format)
             sent = {name: tensor.clone() for name, tensor in call.items()}

@@ -85,6 +85,15 @@ def test_swap_is_ordered_between_two_forwards(loop: Loop) -> None:
     assert loop.schedule_stream.synchronized is None
 
 
+def test_staging_begins_behind_all_forwards_launched_so_far(loop: Loop) -> None:
+    loop.forward("old")
+    weights = swap_in(loop)
+    loop.forward("new")
+    assert weights.launched().done >= {"old", "swap", "new"}
+    # the host did not wait
+    assert loop.forward_stream.synchronized is None
+
+
 def test_forward_of_the_previous_version_is_between_two_exchanges(loop: Loop) -> None:
     weights = swap_in(loop)
     loop.forward("before")
@@ -123,7 +132,7 @@ def test_staging_stream_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     device.Stream()
     monkeypatch.setattr(torch, "get_device_module", lambda of: device)
     scheduler: Any = loop
-    in_use = worker.streams_of(scheduler)
+    in_use = worker.streams_of(scheduler, [])
     assert len(in_use) == 3
     own = worker.own_stream(torch.device("cuda"), in_use)
     assert own.cuda_stream not in {stream.cuda_stream for stream in in_use}

@@ -120,6 +120,7 @@ def make_staging(
     paced = RateLimit(
         choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
     )
+    streams = functools.partial(streams_of, scheduler, [runner.model for _, runner in runners])
     # in place nothing decodes during an update, so nothing is paced
     if mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.prepare_to_hold)
@@ -127,7 +128,6 @@ def make_staging(
         for model in models:
             model.on_write = functools.partial(live.write_in_place, [model.role])
     else:
-        streams = functools.partial(streams_of, scheduler)
         rate_limit = paced
         worker = StagingWorker(answers, device, settings.stage_nice, rate_limit, streams)
     live.free = lambda swap: worker.do(swap.free)
@@ -159,7 +159,7 @@ def make_staging(
             device,
             settings.stage_nice,
             of_saves,
-            lambda: [*streams_of(scheduler), *([worker.stream] if worker.stream else [])],
+            lambda: [*streams(), *([worker.stream] if worker.stream else [])],
             name="inflight-saving",
         ),
         rate_limit=of_saves,

@@ -145,8 +145,9 @@ class Jobs:
         """Fill the shadow with the live weights, or with marks on every element to be written.
 
         A staged update only reads the live weights. Only a commit writes them, on the scheduler's
-        thread, and no commit can come while an update is open. ``after`` is the last commit's event
-        on the device, or None: before that event nothing of the shadow is written or freed.
+        thread, and no commit can come while an update is open. ``after`` is the device's event
+        behind the last commit and the forwards launched so far, or None: before that event nothing
+        of the shadow is written or freed, and nothing is read that a forward has made.
         ``proves_again``: see ``ShadowedModel.prove``.
         """
         if after is not None:

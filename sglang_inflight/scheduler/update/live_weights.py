@@ -104,6 +104,19 @@ class LiveWeights:
         """The device's event after the last swap. The shadow is not written before it."""
         return None if self.last_swap is None else self.last_swap.ended
 
+    def launched(self) -> Any:
+        """Return the device's event after all forwards and swaps launched so far; None on a CPU.
+
+        Staging copies tensors that forwards have made beside the weights.
+        """
+        scheduler = self._scheduler
+        if scheduler.device == "cpu":
+            return None
+        event = scheduler.device_module.Event()
+        scheduler.forward_stream.wait_stream(scheduler.device_module.current_stream())
+        event.record(scheduler.forward_stream)
+        return event
+
     @property
     def why_not_served(self) -> str | None:
         """Reason why no forward may use the weights, or None."""

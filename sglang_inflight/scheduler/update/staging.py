@@ -187,11 +187,11 @@ class Staging:
         )
         self._live.is_marked = is_hollow
         self._live.lose_previous()
-        swapped = self._live.swapped
+        launched = self._live.launched()
 
         def prepare() -> Opened:
             return self._jobs.prepare(
-                update, call.selector, after=swapped, proves_again=call.proves_again
+                update, call.selector, after=launched, proves_again=call.proves_again
             )
 
         self._submit(update, call, prepare)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.managers.utils import allocate_distinct_stream
+from torch import nn
 
 from sglang_inflight.messages import A, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
@@ -171,11 +172,23 @@ def finish(stream: Any) -> None:
             logger.exception("The device did not finish the work of a failed job.")
 
 
-def streams_of(scheduler: Scheduler) -> list[Any]:
-    """Return the streams of the loop and its forwards."""
+def streams_of(scheduler: Scheduler, models: Iterable[nn.Module]) -> list[Any]:
+    """Return the streams of the loop, of its forwards, and of the modules of ``models``."""
     own = ("schedule_stream", "forward_stream", "copy_stream", "pp_comm_stream")
     found = [getattr(scheduler, name, None) for name in own]
+    for model in models:
+        found += _streams_in(model)
     return [s for s in (*found, *get_resources().streams.values()) if s is not None]
+
+
+def _streams_in(model: nn.Module) -> Iterator[Any]:
+    """Yield the streams that modules keep as attributes, or in a list."""
+    for module in model.modules():
+        # a forward may set an attribute meanwhile
+        for value in tuple(vars(module).values()):
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, torch.Stream):
+                    yield one
 
 
 def own_stream(device: torch.device, in_use: Iterable[Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -194,6 +194,9 @@ def put_into(part: Part, memory: torch.Tensor, start: int = 0) -> None:
             here = part.values[first - part.start : last - part.start]
             memory[first - start : last - start].copy_(here)
         return
+    if memory.device.type == "cpu":
+        # the part's device may have no memory for positions
+        part = replace(part, values=part.values.cpu(), offsets=part.offsets.cpu())
     at = part.positions() + (part.start - start)
     values = part.values
     if part.start < start or part.start + part.length > start + len(memory):

@@ -296,20 +296,25 @@ class Recording:
         if not parts:
             yield from torch.split(live.detach().contiguous().view(-1), PIECE)
         elif not live.is_contiguous():
-            changed = live.detach().clone()
-            for part in parts:
-                put_into(part, bits_of(changed))
+            changed = self._with_changes(weight, live.detach(), parts, 0)
             yield from torch.split(changed.contiguous().view(-1), PIECE)
         else:
             flat = live.detach().view(-1)
             for start in range(0, len(flat), PIECE):
                 piece = flat[start : start + PIECE]
                 within = [p for p in parts if p.overlaps(start, start + PIECE)]
-                if within:
-                    piece = piece.clone()
-                    for part in within:
-                        put_into(part, bits_of(piece), start)
-                yield piece
+                yield self._with_changes(weight, piece, within, start) if within else piece
+
+    def _with_changes(
+        self, weight: _Weight, served: torch.Tensor, parts: list[Part], start: int
+    ) -> torch.Tensor:
+        def look(device: torch.device) -> torch.Tensor:
+            piece = served.to(device, copy=True)
+            for part in parts:
+                put_into(part, bits_of(piece), start)
+            return piece
+
+        return self._look(weight, look)
 
     # ---- parts ------------------------------------------------------------------------
 

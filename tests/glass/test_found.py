@@ -1,0 +1,440 @@
+"""Faults of updates on a device that no CPU shows, on the glass card."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attn_residual import get_cw
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.scheduler.captures import capture_beside_other_threads
+from sglang_inflight.scheduler.update.changes import exchange_kernel
+from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.finished.places import tensors_of
+from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import UNPACED
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.swap import SPARE_BYTES, swap_for
+from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused, Unproven
+from sglang_inflight.vocabulary.labels import VersionLabel
+from tests.glass.card import on_card
+from tests.support.rank import Rank
+from tests.unit.finishing import Finishing
+
+glass: Any = torch.get_device_module("glass")
+GLASS = torch.device("glass", 0)
+ROWS, COLUMNS = 64, 32
+# changes beyond these bytes of the device go to pinned memory
+UNLIMITED, ON_HOST = Budget(), Budget(device=0)
+
+
+class Exchange:
+    """Stands for the Triton kernel of an exchange, which takes addresses."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(table: torch.Tensor, kind: Any, tile: int) -> None:
+            glass.launch_exchange(table, kind.primitive_bitwidth // 8)
+
+        return launch
+
+
+class Model(nn.Module):
+    """Two weights; ``upper`` is the first half of ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False)
+        self.other = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight + self.other
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name == "upper":
+                parameters["weight"].data[: ROWS // 2].copy_(tensor)
+            else:
+                default_weight_loader(parameters[name], tensor)
+
+
+class Served:
+    """A model on the card, with the streams of a scheduler and of staging."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: StagingMode = StagingMode.CHANGES,
+        budget: Budget = UNLIMITED,
+    ) -> None:
+        exchange_kernel._exchange = Exchange()
+        self.model: Any = model
+        self.forward_stream, self.staging_stream = glass.Stream(), glass.Stream()
+        scheduler: Any = SimpleNamespace(
+            device="glass", device_module=glass, forward_stream=self.forward_stream
+        )
+        self.live = LiveWeights(scheduler)
+        self.live.digest = "start"
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        self.rank = Rank(mode, model, served=shapes, device=GLASS, budget=budget)
+
+    def stage(self, *calls: Mapping[str, torch.Tensor], partial: bool = False) -> Any:
+        """Stage and seal an update like the staging thread, whose jobs end with a wait."""
+        update = self.rank.begin(partial=partial)
+        launched = self.live.launched()
+        with torch.no_grad(), glass.stream(self.staging_stream):
+            self.rank.send(update, [dict(call) for call in calls], after=launched)
+            self.staging_stream.synchronize()
+        return update.sealed
+
+    def commit(self, sealed: Any) -> None:
+        self.live.swap_in(sealed.digest, sealed.swap, base=VersionLabel(0, "v0"))
+
+    def run(self) -> torch.Tensor:
+        """Launch a forward like ``Scheduler.run_batch``, and return its result."""
+        loop = glass.current_stream()
+        self.forward_stream.wait_stream(loop)
+        with torch.no_grad(), glass.stream(self.forward_stream):
+            result: torch.Tensor = self.model()
+        loop.wait_stream(self.forward_stream)
+        return result
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    return model.to(GLASS)
+
+
+def offload(model: nn.Module, name: str) -> None:
+    """Keep a weight in pinned memory like SGLang's ``OffloaderV1``."""
+    model._parameters[name] = nn.Parameter(torch.zeros(ROWS, COLUMNS).pin_memory(), False)
+
+
+def version(number: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(number)
+    return {"weight": torch.randn(ROWS, COLUMNS), "other": torch.randn(ROWS, COLUMNS)}
+
+
+@on_card()
+def test_pinned_changes_outlive_the_exchanges_that_use_them() -> None:
+    served = Served(on_device(Model()), budget=ON_HOST)
+    new = version(1)
+    served.commit(served.stage(new))
+    glass.synchronize()
+    assert served.live.previous is not None
+    # two exchanges around a forward of a pinned request, which takes a while
+    with served.live.previous_in_place(served.live.previous):
+        release = glass.hold(served.forward_stream)
+        served.run()
+    # an update opens meanwhile, and forgets what the last one recorded
+    served.live.lose_previous()
+    served.rank._jobs._shadows.form.begin()
+    # a step copies results to the host
+    results = [torch.full((ROWS, COLUMNS), 7.0).pin_memory() for _ in range(4)]
+    release()
+    glass.synchronize()
+    assert len(results) == 4
+    assert torch.equal(served.model.weight.cpu(), new["weight"])
+    assert torch.equal(served.model.other.cpu(), new["other"])
+
+
+@on_card()
+def test_changes_cut_by_a_later_tensor_stay_readable_for_the_device() -> None:
+    served = Served(on_device(Model()), budget=ON_HOST)
+    first, upper = version(1), torch.randn(ROWS // 2, COLUMNS)
+    served.commit(served.stage(first, {"upper": upper}, partial=True))
+    glass.synchronize()
+    expected = torch.cat([upper, first["weight"][ROWS // 2 :]])
+    assert torch.equal(served.model.weight.cpu(), expected)
+
+
+@pytest.mark.parametrize("mode", ["CHANGES", "HOST", "DEVICE"])
+@pytest.mark.parametrize("name", ["weight", "other"])
+@on_card()
+def test_weight_on_the_host_is_refused_before_the_vote(name: str, mode: str) -> None:
+    model = on_device(Model())
+    offload(model, name)
+    served = Served(model, StagingMode[mode])
+    with pytest.raises((Refused, Unproven), match="is kept on the host"):
+        served.stage(version(1))
+    glass.synchronize()
+
+
+def quantize(layer: Any) -> None:
+    """Replace a weight by its transpose and a scale, as kernels ask."""
+    scale = layer.weight.data.abs().amax(dim=1)
+    layer.weight = nn.Parameter((layer.weight.data / scale[:, None]).t().contiguous(), False)
+    layer.scale = scale
+
+
+class Layer(nn.Module):
+    def __init__(self, *, is_quantized: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ROWS, COLUMNS), requires_grad=False)
+        if is_quantized:
+            self.quant_method = Finishing(quantize)
+
+
+class Latent(nn.Module):
+    """A model with multi-head latent attention.
+
+    ``product`` is made of ``kv_b`` after loading. Prompts are multiplied by ``kv_b`` itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b, self.a = Layer(), Layer(is_quantized=True)
+        self.others = nn.ModuleList(Layer() for _ in range(OTHERS))
+        self.product: torch.Tensor | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights:
+            default_weight_loader(parameters[name], tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.product = (self.kv_b.weight * 3).t()
+
+
+OTHERS = 64
+
+
+def latent_version(number: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(number)
+    names = ("kv_b", "a", *(f"others.{at}" for at in range(OTHERS)))
+    return {f"{name}.weight": torch.randn(ROWS, COLUMNS) for name in names}
+
+
+def served_latent(number: int) -> Any:
+    """Return the model as SGLang serves it: loaded and finished on the device."""
+    model = Latent()
+    on_device(model)
+    with torch.no_grad():
+        model.load_weights(latent_version(number).items())
+        model.a.quant_method.process_weights_after_loading(model.a)
+    return model
+
+
+class ServedLatent:
+    """A model that SGLang finishes after loading, with its staging on the card."""
+
+    def __init__(self, form: str) -> None:
+        exchange_kernel._exchange = Exchange()
+        self.live = served_latent(0)
+        swap = swap_for(GLASS)
+        self.form: Form
+        if form == "changes":
+            self.form = Changes(Recording(Budget(), UNPACED), swap, UNPACED)
+        else:
+            self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED)
+        self.shadow = FinishedModel(
+            Latent(),
+            self.live,
+            prove(self.live),
+            ShadowParameters(),
+            self.form,
+            device=GLASS,
+            storage=GLASS,
+            rate_limit=UNPACED,
+            holds_graphs=False,
+            owners=(),
+        )
+
+    def update(self, number: int) -> None:
+        """Stage and commit a whole update."""
+        self.form.begin()
+        self.shadow.begin(is_partial=False)
+        for name, live, staged in self.shadow.pairs:
+            self.form.add(Weight(name, live, staged), keeps=True, check=lambda: None)
+        dataflow = Dataflow(self.shadow.targets(), before_write=self.shadow.note_write)
+        model: Any = self.shadow.model
+        with torch.no_grad():
+            with dataflow:
+                model.load_weights(dataflow.receive_each(latent_version(number).items()))
+                self.shadow.finish_complete()
+            self.form.show_as_served()
+            self.shadow.finish()
+        self.form.close(check_finite=True)
+        weights = [Weight(*pair) for pair in self.shadow.pairs]
+        self.form.prepare(weights, (), self.shadow.numbers).make()
+
+
+def prove(live: nn.Module) -> Recipe:
+    """Find out how finishing makes ``live``, which serves version 0."""
+    loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
+    weights = latent_version(0).items()
+    return find_recipe(Latent(), live, GLASS, weights, UNPACED, 1 << 30, loaded)
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+@on_card()
+def test_weights_read_on_the_device_after_loading_are_updated(form: str) -> None:
+    served = ServedLatent(form)
+    for number in (1, 2):
+        served.update(number)
+        expected = served_latent(number)
+        assert torch.equal(served.live.kv_b.weight, expected.kv_b.weight)
+        assert torch.equal(served.live.product, expected.product)
+        assert torch.equal(served.live.a.weight, expected.a.weight)
+
+
+@on_card()
+def test_proof_keeps_the_checkpoint_off_the_device() -> None:
+    live = served_latent(0)
+    glass.synchronize()
+    before = glass.memory_allocated()
+    glass.reset_peak_memory_stats()
+    prove(live)
+    weights = sum(weight.nbytes for weight in live.parameters())
+    # ``kv_b``, its product, and one module
+    assert glass.max_memory_allocated() - before < weights / 4
+    assert glass.memory_allocated() <= before
+
+
+class Residual(nn.Module):
+    """The weights of an attention residual of Kimi-K3, whose product a forward keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Module()
+        self.proj.weight = nn.Parameter(torch.ones(1, COLUMNS), requires_grad=False)
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.ones(COLUMNS), requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        proj: Any = self.proj
+        norm: Any = self.norm
+        return get_cw(proj, norm) + 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights:
+            default_weight_loader(parameters[name], tensor)
+
+
+def residual_version(number: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(number)
+    return {"proj.weight": torch.randn(1, COLUMNS), "norm.weight": torch.randn(COLUMNS)}
+
+
+class ServedResidual(Served):
+    def __init__(self) -> None:
+        super().__init__(on_device(Residual()))
+        self.made = self.rank.shadowed.made_by_forwards
+        self.live.made_by_forwards = [self.made]
+
+
+@on_card()
+def test_product_kept_by_a_forward_follows_a_commit() -> None:
+    served = ServedResidual()
+    served.run()
+    new = residual_version(1)
+    served.commit(served.stage(new))
+    result = served.run().cpu()
+    assert torch.equal(result, new["norm.weight"] * new["proj.weight"].squeeze())
+
+
+@on_card()
+def test_product_that_a_graph_holds_refuses_updates_by_name() -> None:
+    served = ServedResidual()
+    graph = glass.Graph()
+    with torch.no_grad(), glass.graph(graph):
+        served.model()
+    served.made.look(in_graphs=True)
+    with pytest.raises(Refused, match=r"_attn_res_cw_cache.*captured CUDA graphs hold it"):
+        served.stage(residual_version(1))
+
+
+@on_card()
+def test_staging_takes_no_stream_of_a_model() -> None:
+    model = on_device(Model())
+    scheduler: Any = SimpleNamespace(forward_stream=glass.Stream())
+    layer: Any = nn.Module()
+    layer.alt_stream = glass.Stream()
+    model.add_module("layer", layer)
+    # the pool gives each of its 32 streams in turn: next comes the layer's again
+    for _ in range(31):
+        glass.Stream()
+    done = threading.Event()
+    answers: Any = SimpleNamespace(succeed=lambda call, answer: done.set())
+    worker = StagingWorker(answers, GLASS, 0, UNPACED, lambda: streams_of(scheduler, [model]))
+    # a forward of this model goes on
+    release = glass.hold(layer.alt_stream)
+    call: Any = object()
+    worker.submit(call, lambda: version(1)["weight"].to(GLASS))
+    assert done.wait(5), glass.waiting()
+    release()
+
+
+class Capture:
+    """A capture of a graph with the hook on captures."""
+
+    def __init__(self, graph: Any) -> None:
+        capture_beside_other_threads(self._begin, self, graph)
+
+    def _begin(self, capture: Any, *args: Any, **kwargs: Any) -> None:
+        self._capture = glass.graph(*args, **kwargs)
+
+    def __enter__(self) -> None:
+        self._capture.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._capture.__exit__(*error)
+
+
+@on_card()
+def test_update_is_staged_beside_a_capture() -> None:
+    served = Served(on_device(Model()))
+    staged: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    graph = glass.Graph()
+    with torch.no_grad(), Capture(graph):
+        thread = threading.Thread(target=lambda: staged.put(served.stage(version(1))))
+        thread.start()
+        thread.join()
+        result = served.model()
+    graph.replay()
+    assert not result.cpu().any()
+    served.commit(staged.get_nowait())
+    graph.replay()
+    new = version(1)
+    assert torch.equal(result.cpu(), new["weight"] + new["other"])
+
+
+class Large(nn.Module):
+    """A model whose comparison with an update needs megabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1024, 1024), requires_grad=False)
+
+    load_weights = Residual.load_weights
+
+
+@on_card(memory=128 << 20)
+def test_update_is_staged_where_the_device_has_no_room_to_compare() -> None:
+    served = Served(on_device(Large()))
+    free, _ = glass.mem_get_info()
+    # the rest is for the spare piece of a swap, and for a table of addresses
+    left = SPARE_BYTES + (2 << 20)
+    kv_cache = torch.empty(free - left, dtype=torch.uint8, device=GLASS)
+    new = {"weight": torch.randn(1024, 1024)}
+    sealed = served.stage(new)
+    assert sealed.staged_as.form == "changes on host"
+    served.commit(sealed)
+    assert torch.equal(served.model.weight.cpu(), new["weight"])
+    assert glass.mem_get_info()[0] < len(kv_cache)
