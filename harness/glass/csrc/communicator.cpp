@@ -310,8 +310,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
       run->number = ++reached_;
       launched->runs.push_back(run);
       if (size() == 1) {
-        run->is_over = launched->is_over = true;
-        gate = launched->gate;
+        gate = end(*run, "", false);
+      } else if (!aborted_.empty()) {
+        gate = end(*run, aborted_, false); // the serving thread may have ended
       } else {
         runs_.push_back(run);
         table().present[device_].push_back(run);
@@ -359,11 +360,15 @@ class Lane : public std::enable_shared_from_this<Lane> {
         table().changed.notify_all();
       }
     } catch (const std::exception& e) {
-      // as on a card, a collective without its peer waits, until somebody's patience ends
-      std::string first = e.what();
-      Held held(table().mutex);
-      lost_ = first.substr(0, first.find('\n'));
+      note_lost(e);
     }
+  }
+
+  // As on a card, a collective without its peer waits until somebody's patience ends.
+  void note_lost(const std::exception& error) {
+    std::string first = error.what();
+    Held held(table().mutex);
+    lost_ = first.substr(0, first.find('\n'));
   }
 
   // Does what was reached, one after the other. A thread of its own.
@@ -416,8 +421,10 @@ class Lane : public std::enable_shared_from_this<Lane> {
     run.failure = failure;
     if (run.launch->failure.empty()) run.launch->failure = failure;
     auto& present = table().present[device_];
-    present.erase(std::find_if(
-        present.begin(), present.end(), [&](auto& each) { return each.get() == &run; }));
+    present.erase(
+        std::remove_if(
+            present.begin(), present.end(), [&](auto& each) { return each.get() == &run; }),
+        present.end());
     table().changed.notify_all();
     return run.launch->gate;
   }
@@ -446,13 +453,21 @@ class Lane : public std::enable_shared_from_this<Lane> {
       Tensors numbers{at::empty({kNumbers}, at::kLong)};
       int64_t* said = numbers[0].data_ptr<int64_t>();
       said[0] = says.kind, said[1] = says.bytes, said[2] = says.root, said[3] = says.detail;
-      sent.push_back(control_->send(numbers, peer, kTag));
+      try {
+        sent.push_back(control_->send(numbers, peer, kTag));
+      } catch (const std::exception& e) {
+        note_lost(e); // a rank that has ended is waited for
+      }
     }
     held.lock();
     await(held, run, [&] {
       return std::none_of(
           peers.begin(), peers.end(), [&](int peer) { return heard_[size_t(peer)].empty(); });
     });
+    // they have arrived before an error here can end this process
+    held.unlock();
+    for (auto& work : sent) work->wait(kForever);
+    held.lock();
     for (int peer : peers) {
       Announcement theirs = heard_[size_t(peer)].front();
       if (!matches(says, theirs))
@@ -462,7 +477,6 @@ class Lane : public std::enable_shared_from_this<Lane> {
       heard_[size_t(peer)].pop_front();
     }
     held.unlock();
-    for (auto& work : sent) work->wait(kForever);
     std::vector<WorkPtr> rest;
     for (size_t i = 0; i < run.launch->parts.size(); ++i) {
       const Part& part = run.launch->parts[i];
