@@ -49,6 +49,14 @@ def name() -> str | None:
     return found
 
 
+def prepare() -> None:
+    """Let a launch of the glass card stand in for our Triton kernel, in this process."""
+    if is_glass():
+        from harness.glass.platform import exchange_by_card
+
+        exchange_by_card()
+
+
 def need_card() -> None:
     """Raise ``NotRun`` where torch sees no card."""
     if not has_card():

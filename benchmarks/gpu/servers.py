@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu import card
-from benchmarks.gpu.card import has_card, has_gpu
+from benchmarks.gpu.card import has_card, has_gpu, is_glass
 from benchmarks.gpu.step import timed
 from harness.marker import FIRST
 from harness.server import Server, serve
@@ -36,10 +36,13 @@ _ON_A_CARD = (
     "--decode-log-interval", "10",
 )  # fmt: skip
 _GRAPH_RAN = "cuda graph: True"
-# SGLang with no plugin but the one that makes it run on a CPU
-WITHOUT_US = {"SGLANG_PLUGINS": "inflight_reference"}
 
 T = TypeVar("T")
+
+
+def without_us() -> dict[str, str]:
+    """Return the environment of SGLang with no plugin but the one that makes it run here."""
+    return {"SGLANG_PLUGINS": "inflight_glass" if is_glass() else "inflight_reference"}
 
 
 @contextlib.contextmanager

@@ -161,6 +161,7 @@ def main(name: str, title: str, parts: Sequence[str], run: Callable[[Step], None
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
+    card.prepare()
     step = Step(name, title, parts, out=options.out, small=options.small)
     run(step)
     sys.exit(step.failed)

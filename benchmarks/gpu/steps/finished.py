@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.gpu.card import has_gpu
+from benchmarks.gpu.card import has_gpu, is_glass
 from benchmarks.gpu.marked import IN_BLOCKS
 from benchmarks.gpu.servers import (
     digest,
@@ -45,8 +45,10 @@ def _kinds() -> dict[str, Kind]:
             "MLA": Kind(mla.build, ("--attention-backend", "triton")),
             "block FP8": Kind(IN_BLOCKS.build, ("--fp8-gemm-backend", "triton")),
         }
+    # the glass card has attention of its own, with both forms of a prompt
+    on_a_cpu = ("--attention-backend", "torch_native"), mla.ENV
     return {
-        "MLA": Kind(mla.build, ("--attention-backend", "torch_native"), mla.ENV),
+        "MLA": Kind(mla.build) if is_glass() else Kind(mla.build, *on_a_cpu),
         "block FP8": Kind(block_fp8.build, env=block_fp8.ENV),
     }
 

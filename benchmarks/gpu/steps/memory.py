@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import card
-from benchmarks.gpu.card import NotRun, has_card, need_card
+from benchmarks.gpu.card import NotRun, has_card, has_gpu, is_glass, need_gpu
 from benchmarks.gpu.marked import LARGE, SMALL, TINY, Marked
 from benchmarks.gpu.servers import (
-    WITHOUT_US,
     digest,
     end_streams,
     expect_graphs,
     label_values,
     serving,
     start_streams,
+    without_us,
 )
 from benchmarks.gpu.step import Step, Values, main
 from harness.server import Server, schedulers
@@ -35,6 +35,9 @@ ALL_MEMORY = ("--max-total-tokens", str(1 << 31))
 SAVER = ("--enable-memory-saver",)
 # otherwise the memory saver leaves out the graphs' memory
 SAVER_ENV = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+# a glass card's memory is the host's, and KV takes most of it
+LITTLE_GLASS = {"GLASS_MEMORY": str(1 << 29)}
+OF_LITTLE_GLASS = ("--mem-fraction-static", "0.8")
 _PIECE = 1 << 20
 
 
@@ -61,19 +64,23 @@ def _with_all_memory(step: Step, model: Path) -> None:
     """Run the parts whose servers give the KV cache all the memory that they may."""
     # on a CPU the flag decides, not the memory
     flags = ALL_MEMORY if has_card() else ()
+    env = LITTLE_GLASS if is_glass() else {}
+    flags += OF_LITTLE_GLASS if is_glass() else ()
     server: Server | None = None
     with contextlib.ExitStack() as stack:
         with step.part("tokens of KV") as values:
-            without = serving(model / "v0", *flags, log=step.logs / "without.log", env=WITHOUT_US)
+            log = step.logs / "without.log"
+            without = serving(model / "v0", *flags, log=log, env={**env, **without_us()})
             with without as upstream:
                 # SGLang alone is the limit
                 values["kv_tokens_limit"] = _kv_tokens(upstream)
-            server = stack.enter_context(serving(model / "v0", *flags, log=step.logs / "with.log"))
+            log = step.logs / "with.log"
+            server = stack.enter_context(serving(model / "v0", *flags, log=log, env=env))
             values["kv_tokens"] = _kv_tokens(server)
             for form, tokens in status(server)["staging"]["kv_tokens"].items():
                 values[f"kv_tokens_taken_by_{form}"] = tokens
         with step.part("no memory while staging") as values:
-            need_card()
+            need_gpu("A process cannot take the memory of another process' glass card.")
             if server is None:
                 raise NotRun("Its server did not start.")
             _no_memory(server, model, values)
@@ -123,8 +130,8 @@ def _resume_memory(server: Server, *tags: str) -> float:
 
 
 def _in_use(server: Server) -> int:
-    """Return the bytes in use on the card, or of the schedulers' processes."""
-    if has_card():
+    """Return the bytes in use on the GPU, or of the schedulers' processes."""
+    if has_gpu():
         free, total = card.module().mem_get_info()
         return total - free
     return sum(rank.memory_info().rss for rank in schedulers(server.process.pid))
