@@ -330,6 +330,31 @@ def _pages(storage: torch.UntypedStorage) -> tuple[int, int]:
     return begin, max(0, end - begin)
 
 
+class Segment:
+    """A range of the device's memory that a pool has taken, with everything in it."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        self._range = begin, size
+
+    def bytes_of(self) -> torch.Tensor:
+        """Return the segment's bytes as a tensor, which does not keep the memory."""
+        made: torch.Tensor = _core.storage_at(*self._range, current_device(), self)
+        return made
+
+    def discard(self) -> None:
+        """Give the pages back, and keep their addresses."""
+        _core.send_away(*self._range)
+
+    def restore(self) -> None:
+        """Take the pages again; they hold zeros."""
+        _core.bring_back(*self._range)
+
+
+def segments_of(pool: Any) -> list[Segment]:
+    """Return the segments of a pool, by its handle."""
+    return [Segment(begin, size) for begin, size in _core.segments_of(pool)]
+
+
 def describe(address: int) -> str:
     """Say which block an address is in."""
     return str(_core.describe(address))

@@ -40,6 +40,8 @@ class GlassPlatform(SRTPlatform):
         server_args.disable_prefill_cuda_graph = True
         # SGLang fences its scheduler's writes on a forward's reads on CUDA alone
         os.environ["SGLANG_ENABLE_WAR_BARRIER"] = "1"
+        # here, too: the launcher starts processes through SGLang's memory saver
+        _save_memory()
 
     def get_device(self, device_id: int | None = None) -> str:
         return NAME if device_id is None else f"{NAME}:{device_id}"
@@ -112,9 +114,17 @@ class GlassPlatform(SRTPlatform):
         """Prepare a process before it creates a model."""
         from harness.glass import attention
 
+        _save_memory()
         attention.register()
         exchange_by_card()
         start_without_work_left()
+
+
+def _save_memory() -> None:
+    # imported late: the module imports SGLang modules that ask for the platform
+    from harness.glass import saver
+
+    saver.install()
 
 
 def exchange_by_card() -> None:

@@ -235,6 +235,7 @@ void keep_pool(Pool pool);
 void drop_pool(Pool pool);
 void send_away(Address begin, size_t size);
 void bring_back(Address begin, size_t size);
+std::vector<std::pair<Address, size_t>> segments_of(Pool pool);
 std::pair<int, size_t> share(Address address);                  // fd, offset
 Address open_shared(int process, int fd, size_t size, int device);
 void close_shared(Address begin);

@@ -655,6 +655,15 @@ void bring_back(Address begin, size_t size) {
   TORCH_CHECK(false, "glass: these pages were not away");
 }
 
+std::vector<std::pair<Address, size_t>> segments_of(Pool pool) {
+  Lock lock(world().mutex);
+  std::map<Address, size_t> found;
+  for (auto& device : world().devices)
+    for (auto& [begin, block] : device->blocks)
+      if (block.pool == pool) found[block.segment] = device->segments.at(block.segment);
+  return {found.begin(), found.end()};
+}
+
 // ---- memory of other processes -----------------------------------------------------------------
 
 std::pair<int, size_t> share(Address address) {

@@ -173,6 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange_thread_pool", [](Pool pool) { return std::exchange(thread_pool, pool); });
   m.def("send_away", &send_away);
   m.def("bring_back", &bring_back);
+  m.def("segments_of", &segments_of);
   m.def("share", [](Address address) { return share(address); });
   m.def("open_shared", &open_shared);
   m.def("close_shared", &close_shared);
