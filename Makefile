@@ -12,7 +12,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -27,6 +27,10 @@ rl: $(READY)
 # Three workers, which take the tests that need the same server one after the other.
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
+
+# Servers and updates on a device that keeps CUDA's rules on CPU threads (docs/glass.md).
+test-glass: $(READY)
+	$(BIN)/python -m tests.glass
 
 # Those of a prefill and a decode server, between which KV goes over TCP: for that, Debian's
 # libibverbs1 has to be there, too.
