@@ -54,7 +54,8 @@ def form(monkeypatch: pytest.MonkeyPatch, backend: str) -> Arguments:
     return made
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+# "glass" stands for the backends of other devices
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "glass"])
 def test_nccl_watchdog_ends_no_broadcast_or_process(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -67,7 +68,7 @@ def test_nccl_watchdog_ends_no_broadcast_or_process(
         assert options.config.max_ctas == process_group.MAX_CTAS <= 2
         assert options._timeout == RENDEZVOUS
     else:
-        # torch would hand the options to gloo, too
+        # torch would hand the options to the other backends, too
         assert options is None
     # the rendezvous itself times out
     assert made["timeout"] == made["store"].timeout == RENDEZVOUS
@@ -103,6 +104,11 @@ def test_gloo_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made = form(monkeypatch, "gloo")
     assert made["timeout"] == RENDEZVOUS
     assert "set to" not in made
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi", "cpu:gloo,cuda:gloo"])
+def test_backend_on_the_host_launches_nothing(backend: str) -> None:
+    assert not process_group.launches(backend)
 
 
 @pytest.mark.parametrize("before", [None, "1"])
@@ -356,6 +362,7 @@ def buffers(count: int, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
         ("nccl", 100, 1, groups.WINDOW_COUNT),
         ("nccl", 10, groups.WINDOW_BYTES // 4, 4),
         ("nccl", 3, 2 * groups.WINDOW_BYTES, 1),
+        ("glass", 100, 1, groups.WINDOW_COUNT),
         # gloo's time limit counts from the post
         ("gloo", 10, 1, 1),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
@@ -137,7 +138,7 @@ class _Routes:
         self._transfer = Transfer(
             frontend.groups,
             frontend.updates,
-            backend="gloo" if get_device().device == "cpu" else "nccl",
+            backend=dist.get_default_backend_for_device(get_device().device),
             on_cuda=get_device().device == "cuda",
             session_lease_s=frontend.settings.update_timeout_s,
         )

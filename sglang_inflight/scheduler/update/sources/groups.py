@@ -22,7 +22,12 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.process_group import Formed, Pulse, free_name, is_nccl
+from sglang_inflight.scheduler.update.sources.process_group import (
+    Formed,
+    Pulse,
+    free_name,
+    launches,
+)
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.topology import own_index
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC
@@ -173,7 +178,7 @@ class Group:
         try:
             if self._broken is not None or self._is_retired or not self._has_met:
                 return
-            if self._unfinished or not is_nccl(dist.get_backend(self._group)):
+            if self._unfinished or not launches(dist.get_backend(self._group)):
                 return
             transfer: _Transfer[Any] | None = None
             failure = None
@@ -256,7 +261,7 @@ class Group:
 
     def _post_window(self, transfer: _Transfer[Any], check: Callable[[], None]) -> None:
         self._refuse_if_left()
-        window = WINDOW_BYTES if is_nccl(dist.get_backend(self._group)) else 0
+        window = WINDOW_BYTES if launches(dist.get_backend(self._group)) else 0
         while (buffer := transfer.find_next(window)) is not None:
             if not self._has_met:
                 self._meet(buffer, check)
@@ -339,7 +344,7 @@ class Group:
     def _break(self, reason: str) -> None:
         self._broken = reason
         with self._in_use:
-            if self._is_gone or not is_nccl(dist.get_backend(self._group)):
+            if self._is_gone or not launches(dist.get_backend(self._group)):
                 return
             self._is_gone = True
             try:

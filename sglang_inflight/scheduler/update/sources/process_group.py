@@ -36,6 +36,8 @@ ASK_EVERY_S = 2.0
 SILENT_S = 20.0
 # time for a broadcast after the store's end: a process other than the trainer may have kept it
 GRACE_S = 10.0
+# backends whose collectives run on the host
+_ON_HOST = frozenset({"gloo", "mpi"})
 
 
 class Formed(NamedTuple):
@@ -48,6 +50,14 @@ class Formed(NamedTuple):
 def is_nccl(backend: str) -> bool:
     """Return whether NCCL is the backend, or one of several for kinds of devices."""
     return "nccl" in backend
+
+
+def launches(backend: str) -> bool:
+    """Return whether a collective is a launch on a device, as NCCL's are, and outlasts its call.
+
+    ``backend`` may name one for each kind of device.
+    """
+    return any(each.rpartition(":")[2] not in _ON_HOST for each in backend.split(","))
 
 
 def form_group(
@@ -70,7 +80,7 @@ def form_group(
         world_size=world_size,
         timeout=timeout,
     )
-    if is_nccl(backend):
+    if launches(backend):
         last_for_ever(group)
     return Formed(group, store)
 
@@ -91,7 +101,7 @@ def construct(
 
     Other backends have no watchdog, and wait here for their peers: there may be many at once.
     """
-    with errors_cost_the_group_only() if is_nccl(backend) else nullcontext():
+    with errors_cost_the_group_only() if launches(backend) else nullcontext():
         return init_custom_process_group(
             backend=backend,
             store=store,

@@ -25,6 +25,7 @@ from sglang_inflight.scheduler.update.sources.process_group import (
     construct,
     is_nccl,
     last_for_ever,
+    launches,
 )
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -146,7 +147,7 @@ class StatelessRendezvous:
             world_size=self._world_size,
             timeout=self._timeout,
         )
-        if is_nccl(backend):
+        if launches(backend):
             try:
                 _sum_with_all(group, device)
             except Exception:
