@@ -37,7 +37,7 @@ SAVER = ("--enable-memory-saver",)
 SAVER_ENV = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 # a glass card's memory is the host's, and KV takes most of it
 LITTLE_GLASS = {"GLASS_MEMORY": str(1 << 29)}
-OF_LITTLE_GLASS = ("--mem-fraction-static", "0.8")
+OF_LITTLE_GLASS = ("--mem-fraction-static", "0.5")
 _PIECE = 1 << 20
 
 
@@ -63,7 +63,7 @@ def _build(folder: Path, model: Marked) -> Path:
 def _with_all_memory(step: Step, model: Path) -> None:
     """Run the parts whose servers give the KV cache all the memory that they may."""
     # on a CPU the flag decides, not the memory
-    flags = ALL_MEMORY if has_card() else ()
+    flags: tuple[str, ...] = ALL_MEMORY if has_card() else ()
     env = LITTLE_GLASS if is_glass() else {}
     flags += OF_LITTLE_GLASS if is_glass() else ()
     server: Server | None = None
