@@ -192,11 +192,9 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def default_stream(device: Any = None) -> Stream:
-    kind = torch._C._get_privateuse1_backend_name()
-    assert kind == NAME
-    return Stream(
-        stream_id=0, device_index=_index(device), device_type=torch.Stream(_device()).device_type
-    )
+    # a stream of the pool is another for each that is drawn, so none is drawn for its type
+    kind = torch.accelerator.current_stream(_index(device)).device_type
+    return Stream(stream_id=0, device_index=_index(device), device_type=kind)
 
 
 def set_stream(stream: Any) -> None:

@@ -218,6 +218,9 @@ def test_streams_of_a_pool_come_again() -> None:
     ids = [glass.Stream().stream_id for _ in range(33)]
     assert len(set(ids)) == 32
     assert ids[32] == ids[0]
+    # the default stream and the current one are no new ones
+    assert [glass.default_stream().stream_id, glass.current_stream().stream_id] == [0, 0]
+    assert glass.Stream().stream_id == ids[1]
     assert glass.Stream(priority=-1).stream_id not in ids
 
 
@@ -335,6 +338,17 @@ def test_pinned_block_waits_for_torchs_copy() -> None:
     release()
     assert tensor.tolist() == [1] * 16
     assert torch.empty(16, pin_memory=True).data_ptr() == address
+
+
+@on_card()
+def test_tensor_may_be_given_memory_elsewhere() -> None:
+    weight = torch.nn.Parameter(filled(3), requires_grad=False)
+    weight.data = weight.data.cpu()
+    assert weight.device.type == "cpu"
+    assert weight.tolist() == [3] * 16
+    weight.data = weight.data.to(GLASS)
+    assert weight.device == GLASS
+    assert (weight + 1).tolist() == [4] * 16
 
 
 # ---- kernels over addresses ------------------------------------------------------------------

@@ -536,6 +536,14 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_tensor(self, at::empty({0}, self.options()));
 }
 
+// ``tensor.data = other`` moves a tensor between host and device, as CUDA's may.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (is_glass(tensor) || tensor.device().is_cpu());
+  };
+  return is_dense(self) && is_dense(from);
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   allocator()->recordStream(self.storage().data_ptr(), stream);
 }
@@ -633,6 +641,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
