@@ -370,6 +370,33 @@ def test_exchange_swaps_values_at_their_places() -> None:
 
 
 @on_card()
+@pytest.mark.parametrize("pinned", [True, False])
+def test_forward_must_wait_for_an_exchange(pinned: bool) -> None:
+    live, values = filled(0), torch.ones(16).pin_memory() if pinned else filled(1)
+    table = table_of((live.data_ptr(), values.data_ptr(), 0, 16))
+    glass.synchronize()
+    glass.launch_exchange(table, 4)
+    with glass.stream(glass.Stream()):
+        refused(lambda: live + 1, "race", "'exchange'", "writes")
+        glass.current_stream().wait_stream(glass.default_stream())
+        assert (live + 1).tolist() == [2.0] * 16
+
+
+@on_card()
+def test_exchange_must_wait_for_a_forward() -> None:
+    live, values, forwards = filled(0), filled(1), glass.Stream()
+    table = table_of((live.data_ptr(), values.data_ptr(), 0, 16))
+    glass.synchronize()
+    with glass.stream(forwards):
+        read = live + 1
+    refused(lambda: glass.launch_exchange(table, 4), "race: 'exchange'", "writes")
+    glass.current_stream().wait_stream(forwards)
+    glass.launch_exchange(table, 4)
+    assert live.tolist() == [1.0] * 16
+    assert read.numel() == 16
+
+
+@on_card()
 @pytest.mark.parametrize("wrong", ["unpinned", "freed", "beyond", "crooked", "nowhere"])
 def test_illegal_address_loses_the_device_by_name(wrong: str) -> None:
     live = torch.zeros(128, dtype=torch.int16, device=GLASS)

@@ -273,6 +273,7 @@ void replay(const std::shared_ptr<Graph>& graph, StreamState* stream);
 void stop(); // at the process' end: no further item is begun
 std::vector<std::string> waiting();  // who waits for whom
 bool is_over(const EventState& event); // with the mutex
+bool is_written(Address begin, Address end); // whether all launches that write it are over
 void wait_until(Lock& lock, const std::function<bool()>& is_so);
 void fail(const std::string& message); // with the mutex: the device is lost
 extern thread_local Pool thread_pool; // of `use_mem_pool`

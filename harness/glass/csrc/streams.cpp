@@ -427,6 +427,19 @@ bool is_over(const EventState& event) {
   return !event.at.stream || event.at.stream->done >= event.at.number;
 }
 
+bool is_written(Address begin, Address end) {
+  World& w = world();
+  Lock lock(w.mutex);
+  auto it = w.touched.upper_bound(begin);
+  if (it != w.touched.begin()) --it;
+  for (; it != w.touched.end() && it->first < end; ++it) {
+    if (it->second.end <= begin) continue;
+    for (const Touch& touch : it->second.written)
+      if (w.streams[size_t(touch.stream)]->done < touch.number) return false;
+  }
+  return true;
+}
+
 bool query(const EventState& event, bool is_ours) {
   World& w = world();
   Lock lock(w.mutex);
