@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +14,15 @@ from sglang.srt.layers.attn_residual import get_cw
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from harness.glass.platform import exchange_by_card
 from sglang_inflight.scheduler.captures import capture_beside_other_threads
-from sglang_inflight.scheduler.update.changes import exchange_kernel
-from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
@@ -31,102 +30,25 @@ from sglang_inflight.scheduler.update.swap import SPARE_BYTES, swap_for
 from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
-from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.glass.card import on_card
-from tests.support.rank import Rank
+from tests.glass.served import (
+    COLUMNS,
+    GLASS,
+    ON_HOST,
+    ROWS,
+    UNLIMITED,
+    Model,
+    Served,
+    glass,
+    on_device,
+    version,
+)
 from tests.unit.finishing import Finishing
-
-glass: Any = torch.get_device_module("glass")
-GLASS = torch.device("glass", 0)
-ROWS, COLUMNS = 64, 32
-# changes beyond these bytes of the device go to pinned memory
-UNLIMITED, ON_HOST = Budget(), Budget(device=0)
-
-
-class Exchange:
-    """Stands for the Triton kernel of an exchange, which takes addresses."""
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(table: torch.Tensor, kind: Any, tile: int) -> None:
-            glass.launch_exchange(table, kind.primitive_bitwidth // 8)
-
-        return launch
-
-
-class Model(nn.Module):
-    """Two weights; ``upper`` is the first half of ``weight``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False)
-        self.other = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False)
-
-    def forward(self) -> torch.Tensor:
-        return self.weight + self.other
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        parameters: dict[str, Any] = dict(self.named_parameters())
-        for name, tensor in weights:
-            if name == "upper":
-                parameters["weight"].data[: ROWS // 2].copy_(tensor)
-            else:
-                default_weight_loader(parameters[name], tensor)
-
-
-class Served:
-    """A model on the card, with the streams of a scheduler and of staging."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mode: StagingMode = StagingMode.CHANGES,
-        budget: Budget = UNLIMITED,
-    ) -> None:
-        exchange_kernel._exchange = Exchange()
-        self.model: Any = model
-        self.forward_stream, self.staging_stream = glass.Stream(), glass.Stream()
-        scheduler: Any = SimpleNamespace(
-            device="glass", device_module=glass, forward_stream=self.forward_stream
-        )
-        self.live = LiveWeights(scheduler)
-        self.live.digest = "start"
-        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        self.rank = Rank(mode, model, served=shapes, device=GLASS, budget=budget)
-
-    def stage(self, *calls: Mapping[str, torch.Tensor], partial: bool = False) -> Any:
-        """Stage and seal an update like the staging thread, whose jobs end with a wait."""
-        update = self.rank.begin(partial=partial)
-        launched = self.live.launched()
-        with torch.no_grad(), glass.stream(self.staging_stream):
-            self.rank.send(update, [dict(call) for call in calls], after=launched)
-            self.staging_stream.synchronize()
-        return update.sealed
-
-    def commit(self, sealed: Any) -> None:
-        self.live.swap_in(sealed.digest, sealed.swap, base=VersionLabel(0, "v0"))
-
-    def run(self) -> torch.Tensor:
-        """Launch a forward like ``Scheduler.run_batch``, and return its result."""
-        loop = glass.current_stream()
-        self.forward_stream.wait_stream(loop)
-        with torch.no_grad(), glass.stream(self.forward_stream):
-            result: torch.Tensor = self.model()
-        loop.wait_stream(self.forward_stream)
-        return result
-
-
-def on_device(model: nn.Module) -> nn.Module:
-    return model.to(GLASS)
 
 
 def offload(model: nn.Module, name: str) -> None:
     """Keep a weight in pinned memory like SGLang's ``OffloaderV1``."""
     model._parameters[name] = nn.Parameter(torch.zeros(ROWS, COLUMNS).pin_memory(), False)
-
-
-def version(number: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(number)
-    return {"weight": torch.randn(ROWS, COLUMNS), "other": torch.randn(ROWS, COLUMNS)}
 
 
 @on_card()
@@ -234,12 +156,12 @@ class ServedLatent:
     """A model that SGLang finishes after loading, with its staging on the card."""
 
     def __init__(self, form: str) -> None:
-        exchange_kernel._exchange = Exchange()
+        exchange_by_card()
         self.live = served_latent(0)
         swap = swap_for(GLASS)
         self.form: Form
         if form == "changes":
-            self.form = Changes(Recording(Budget(), UNPACED), swap, UNPACED)
+            self.form = Changes(Recording(UNLIMITED, UNPACED), swap, UNPACED)
         else:
             self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED)
         self.shadow = FinishedModel(
@@ -345,8 +267,9 @@ def test_product_kept_by_a_forward_follows_a_commit() -> None:
     served.run()
     new = residual_version(1)
     served.commit(served.stage(new))
-    result = served.run().cpu()
-    assert torch.equal(result, new["norm.weight"] * new["proj.weight"].squeeze())
+    result = served.run()
+    glass.synchronize()
+    assert torch.equal(result.cpu(), new["norm.weight"] * new["proj.weight"].squeeze())
 
 
 @on_card()

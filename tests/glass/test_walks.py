@@ -1,0 +1,146 @@
+"""Random updates beside forwards: each forward computes with exactly one version.
+
+``GLASS_WALKS=10000`` makes so many walks of each form. A failed one is made again by its seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.vocabulary.labels import VersionLabel
+from tests.glass.card import in_child
+from tests.glass.served import (
+    COLUMNS,
+    ON_HOST,
+    ROWS,
+    UNLIMITED,
+    Model,
+    Served,
+    glass,
+    on_device,
+)
+
+WALKS = int(os.environ.get("GLASS_WALKS", "4"))
+STEPS = 12
+FORMS = {
+    "changes": (StagingMode.CHANGES, UNLIMITED),
+    "changes on host": (StagingMode.CHANGES, ON_HOST),
+    "device": (StagingMode.DEVICE, UNLIMITED),
+    "host": (StagingMode.HOST, UNLIMITED),
+}
+Weights = Mapping[str, torch.Tensor]
+
+
+class Walk:
+    """The scheduler's side of a walk. A thread stages beside it."""
+
+    def __init__(self, form: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._draw = random.Random(seed)
+        mode, budget = FORMS[form]
+        model = on_device(Model())
+        self._served = Served(model, mode, budget, overlaps=self._draw.random() < 0.7)
+        self._live = self._served.live
+        self._now: Weights = {name: weight.cpu() for name, weight in model.named_parameters()}
+        self._previous = self._now
+        # each forward's result, and the right one
+        self._results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._steps: list[str] = []
+
+    def walk(self) -> None:
+        steps = {
+            "update": self._update,
+            "dropped update": lambda: self._update(commits=False),
+            "turn": self._take_a_turn,
+            "rollback": self._roll_back,
+            "forward": lambda: self._run(self._now),
+            "boundary": self._live.free_given_up,
+        }
+        for step in self._draw.choices(list(steps), weights=[2, 1, 3, 1, 2, 1], k=STEPS):
+            self._steps.append(step)
+            steps[step]()
+        glass.synchronize()
+        for result, expected in self._results:
+            assert torch.equal(result.cpu(), expected), self._steps
+        for name, weight in self._now.items():
+            assert torch.equal(self._served.model.get_parameter(name).cpu(), weight), self._steps
+        assert glass.races() == []
+
+    def _run(self, version: Weights) -> None:
+        self._results.append((self._served.run(), version["weight"] + version["other"]))
+
+    def _take_a_turn(self) -> None:
+        if (previous := self._live.reachable) is not None:
+            with self._live.previous_in_place(previous):
+                self._run(self._previous)
+
+    def _roll_back(self) -> None:
+        if (previous := self._live.reachable) is not None:
+            assert previous.digest is not None
+            base = VersionLabel(0, "v0")
+            self._live.swap_in(previous.digest, previous.swap, base=base, returns_to=previous)
+            self._now, self._previous = self._previous, self._now
+
+    def _update(self, *, commits: bool = True) -> None:
+        self._live.lose_previous()
+        new, calls, is_partial = self._draw_update()
+        sealed: list[Any] = []
+        failed: list[BaseException] = []
+
+        def stage() -> None:
+            try:
+                sealed.append(self._served.stage(*calls, partial=is_partial))
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=stage)
+        thread.start()
+        while thread.is_alive():
+            self._run(self._now)
+            thread.join(0.002)
+        if failed:
+            raise failed[0]
+        if commits:
+            self._served.commit(sealed[0])
+            self._now, self._previous = new, self._now
+
+    def _draw_update(self) -> tuple[Weights, Sequence[Weights], bool]:
+        """Return the new weights, what is sent of them in each call, and whether it is partial."""
+        old, (name, *_) = self._now, self._draw.sample(list(self._now), k=1)
+        whole = torch.randn(ROWS, COLUMNS)
+        kind = self._draw.choice(["whole", "some elements", "one weight", "a weight and its half"])
+        if kind == "whole":
+            new = {name: torch.randn(ROWS, COLUMNS) for name in old}
+            return new, [new], False
+        if kind == "some elements":
+            new = {name: weight.clone() for name, weight in old.items()}
+            for weight in new.values():
+                count = self._draw.randrange(40)
+                weight.view(-1)[torch.randperm(weight.numel())[:count]] = torch.randn(count)
+            return new, [new], False
+        if kind == "one weight":
+            return {**old, name: whole}, [{name: whole}], True
+        upper = torch.randn(ROWS // 2, COLUMNS)
+        new = {**old, "weight": torch.cat([upper, whole[ROWS // 2 :]])}
+        return new, [{"weight": whole}, {"upper": upper}], True
+
+
+def walks() -> Iterator[tuple[str, int]]:
+    for seed in range(WALKS):
+        for form in FORMS:
+            yield form, seed
+
+
+@pytest.mark.parametrize(("form", "seed"), walks())
+def test_forwards_compute_with_one_version(form: str, seed: int, tmp_path: Path) -> None:
+    walk = in_child(lambda: Walk(form, seed).walk(), tmp_path, seed=seed, delay_us=500)
+    assert (walk.error, walk.signal) == ("", 0), walk.stderr
