@@ -51,7 +51,7 @@ class Walk:
         self._served = Served(model, mode, budget, overlaps=self._draw.random() < 0.7)
         self._live = self._served.live
         self._now: Weights = {name: weight.cpu() for name, weight in model.named_parameters()}
-        self._previous = self._now
+        self._previous: Weights = self._now
         # each forward's result, and the right one
         self._results: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._steps: list[str] = []
@@ -122,16 +122,16 @@ class Walk:
             new = {name: torch.randn(ROWS, COLUMNS) for name in old}
             return new, [new], False
         if kind == "some elements":
-            new = {name: weight.clone() for name, weight in old.items()}
-            for weight in new.values():
+            changed = {name: weight.clone() for name, weight in old.items()}
+            for weight in changed.values():
                 count = self._draw.randrange(40)
                 weight.view(-1)[torch.randperm(weight.numel())[:count]] = torch.randn(count)
-            return new, [new], False
+            return changed, [changed], False
         if kind == "one weight":
             return {**old, name: whole}, [{name: whole}], True
         upper = torch.randn(ROWS // 2, COLUMNS)
-        new = {**old, "weight": torch.cat([upper, whole[ROWS // 2 :]])}
-        return new, [{"weight": whole}, {"upper": upper}], True
+        both = torch.cat([upper, whole[ROWS // 2 :]])
+        return {**old, "weight": both}, [{"weight": whole}, {"upper": upper}], True
 
 
 def walks() -> Iterator[tuple[str, int]]:

@@ -293,7 +293,7 @@ class Recording:
         """Yield ``live`` with its changes, flat, in the order of its elements, piece by piece."""
         weight = self._weights.get(id(live))
         parts = weight.parts if weight is not None else []
-        if not parts:
+        if weight is None or not parts:
             yield from torch.split(live.detach().contiguous().view(-1), PIECE)
         elif not live.is_contiguous():
             changed = self._with_changes(weight, live.detach(), parts, 0)
