@@ -245,7 +245,7 @@ def waiting() -> list[str]:
 
 
 def races() -> list[str]:
-    """Return the races that were found, also those that no exception could tell."""
+    """Return the races that were found, also those that nobody raised (``GLASS_RACES=note``)."""
     return list(_core.races())
 
 

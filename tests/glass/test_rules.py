@@ -89,14 +89,27 @@ def test_freed_block_is_no_other_streams() -> None:
 
 
 @on_card()
-def test_block_freed_under_another_streams_work_is_found() -> None:
+def test_block_reused_under_another_streams_work_is_found() -> None:
     other = glass.Stream()
     tensor = filled(1)
     other.wait_stream(glass.current_stream())
     with glass.stream(other):
         tensor + 1
     del tensor
-    refused(lambda: filled(2), "race", "'free'", "'add")
+    refused(lambda: filled(2), "race", "reuse of freed memory", "'add")
+
+
+@on_card()
+def test_freed_block_may_be_reused_behind_a_wait() -> None:
+    other = glass.Stream()
+    tensor = filled(1)
+    other.wait_stream(glass.current_stream())
+    with glass.stream(other):
+        copy = tensor + 1
+    del tensor
+    glass.current_stream().wait_stream(other)
+    assert filled(2).tolist() == [2] * 16
+    assert copy.tolist() == [2] * 16
 
 
 @on_card()

@@ -199,7 +199,6 @@ struct World {
   uint64_t last_capture = 0, last_pool = 0;
   std::string broken; // the first error of a job: no later call succeeds
   std::vector<std::string> races;
-  std::string pending; // a race found by a deleter
   bool is_driving = false;
   bool is_stopping = false;
   std::mt19937_64 draw;

@@ -238,7 +238,17 @@ class Allocator final : public c10::DeviceAllocator {
     seen.allocated += size;
     seen.allocated_peak = std::max(seen.allocated_peak, seen.allocated);
     auto* pointer = reinterpret_cast<void*>(block->begin);
-    return {pointer, pointer, &free_block, where};
+    c10::DataPtr data(pointer, pointer, &free_block, where);
+    if (stream->capture || pool != Pool{0, 0}) return data;
+    bool poisons = w.settings.poisons && size <= kPoisoned;
+    Address begin = block->begin;
+    char* twin = device.space.inside + (begin - device.space.begin);
+    lock.unlock();
+    // whoever still uses the block's earlier content is found here, and reads this
+    Job job;
+    if (poisons) job = [=] { memset(twin, kPoison, size); };
+    launch(stream, "reuse of freed memory", job, {{begin, begin + size, true, true}});
+    return data;
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
@@ -324,9 +334,6 @@ class Allocator final : public c10::DeviceAllocator {
   static void free_block(void* pointer) {
     if (!pointer || was_forked) return;
     World& w = world();
-    std::vector<StreamState*> users;
-    StreamState* home = nullptr;
-    size_t size = 0;
     auto begin = reinterpret_cast<Address>(pointer);
     Unlocked unlocked;
     Lock lock(w.mutex);
@@ -335,35 +342,14 @@ class Allocator final : public c10::DeviceAllocator {
       if (found == device->blocks.end()) continue;
       Block& block = found->second;
       device->statistics.allocated -= block.size;
-      home = block.home;
-      size = block.size;
       if (block.used_by.empty()) {
         make_free(*device, block);
-      } else {
-        for (StreamState* stream : block.used_by)
-          block.awaited.push_back({{stream, stream->launched}, stream->clock, 0, false, nullptr});
-        block.used_by.clear();
+        return;
       }
-      bool is_plain = !home->capture && block.pool == Pool{0, 0} && block.awaited.empty();
-      if (!is_plain || !w.broken.empty() || w.is_stopping) return;
-      bool poisons = w.settings.poisons && size <= kPoisoned;
-      char* twin = device->space.inside + (begin - device->space.begin);
-      lock.unlock();
-      note_free(home, poisons ? twin : nullptr, begin, size);
+      for (StreamState* stream : block.used_by)
+        block.awaited.push_back({{stream, stream->launched}, stream->clock, 0, false, nullptr});
+      block.used_by.clear();
       return;
-    }
-  }
-
-  // A free is a write in the order of the block's own stream, like the work of its next user.
-  static void note_free(StreamState* home, char* twin, Address begin, size_t size) {
-    Job job;
-    if (twin) job = [=] { memset(twin, kPoison, size); };
-    try {
-      launch(home, "free", job, {{begin, begin + size, true, true}});
-    } catch (const std::exception& e) {
-      // a deleter cannot raise, the next launch does
-      Lock lock(world().mutex);
-      world().pending = e.what();
     }
   }
 };

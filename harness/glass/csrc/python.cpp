@@ -166,7 +166,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear_races", [] {
     Lock lock(world().mutex);
     world().races.clear();
-    world().pending.clear();
   });
   m.def("synchronize_device", &synchronize_device);
   m.def("reseed", [](uint64_t seed) {

@@ -339,10 +339,6 @@ void launch(StreamState* stream, std::string name, Job job, std::vector<Access> 
   check_health_locked();
   check_pages(accesses, name);
   check_health_locked();
-  if (!w.pending.empty()) {
-    std::string said = std::exchange(w.pending, "");
-    TORCH_CHECK(false, said);
-  }
   if (stream->capture) {
     capture_launch(stream, std::move(name), std::move(job), std::move(accesses));
     return;
