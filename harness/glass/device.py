@@ -239,6 +239,11 @@ def hold(stream: Any = None) -> Callable[[], None]:
     return release
 
 
+def reseed(seed: int) -> None:
+    """Draw the delays, or the order of work, anew as if the process had begun with ``seed``."""
+    _core.reseed(seed)
+
+
 def waiting() -> list[str]:
     """Return a line for each stream with work left, and what its next work waits for."""
     return list(_core.waiting())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-LIMIT_S = 30
+LIMIT_S = 120
 
 
 class Ended(NamedTuple):

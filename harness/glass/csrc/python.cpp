@@ -170,7 +170,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize_device", &synchronize_device);
   m.def("reseed", [](uint64_t seed) {
     Lock lock(world().mutex);
+    world().settings.seed = seed;
     world().draw.seed(seed);
+    for (StreamState* stream : world().streams)
+      stream->draw.seed(seed * 1000003 + uint64_t(stream->index));
   });
   m.def("waiting", &waiting);
   m.def("error", [] {
