@@ -21,7 +21,7 @@ class GlassAttention(TorchNativeAttnBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def forward_extend(
+    def forward_extend(  # type: ignore[override]
         self,
         q: torch.Tensor,
         k: torch.Tensor,

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 # ProcessGroupNCCL's setting: "2" ends a failed communicator and not the process
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,7 +38,7 @@ def _make(options: Any, backend_options: Any) -> Any:
     return make(options.store, options.group_rank, options.group_size, options.timeout)
 
 
-def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a communicator without a group; several may be in one process, one for each device."""
     from harness.glass.device import _core
 
@@ -57,10 +58,10 @@ def collectives() -> list[str]:
     return list(_core.collectives())
 
 
-def _connecting(store: dist.Store, timeout: timedelta) -> Connect:
+def _connecting(store: Store, timeout: timedelta) -> Connect:
     def connect(name: str, rank: int, size: int) -> tuple[Any, Any]:
         control, data = (
-            dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/{use}", store), rank, size, timeout)
+            dist.ProcessGroupGloo(PrefixStore(f"{name}/{use}", store), rank, size, timeout)
             for use in ("control", "data")
         )
         return control, data

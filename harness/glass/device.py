@@ -15,6 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 NAME = "glass"
 _BUILT = Path(__file__).parents[2] / "build" / "glass" / "_glass.so"
@@ -32,12 +36,10 @@ def register() -> None:
     assert spec is not None
     _core = importlib.util.module_from_spec(spec)
     loader.exec_module(_core)
-    torch.utils.rename_privateuse1_backend(NAME)
+    rename_privateuse1_backend(NAME)
     _core.register_device()
     torch._register_device_module(NAME, sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend(
-        for_tensor=True, for_module=True, for_storage=True
-    )
+    generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     atexit.register(_core.stop)
     from harness.glass import communicator
 

@@ -42,7 +42,7 @@ class GlassSaver(sglangs.TorchMemorySaverAdapter):
             yield
 
     @contextmanager
-    def cuda_graph(
+    def cuda_graph(  # type: ignore[override]
         self, *, tag: str, enable_cpu_backup: bool = False, pool: Any, **kwargs: Any
     ) -> Iterator[None]:
         self._handles.setdefault(tag, {})[pool] = enable_cpu_backup

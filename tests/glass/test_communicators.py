@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sglang.srt.utils.network import get_free_port
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from harness.glass import communicator
 from sglang_inflight.scheduler.update.sources.groups import Group
@@ -29,7 +31,7 @@ HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 def new_group(name: str, **fields: Any) -> dist.ProcessGroup:
     """Return a group of all ranks that has had its first collective."""
     group = dist.new_group(backend="glass", group_desc=name, **fields)
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     dist.all_reduce(filled(0), group=group)
     glass.synchronize()
     return group
@@ -41,7 +43,7 @@ def filled(value: float, count: int = 16) -> torch.Tensor:
 
 def shared_store() -> Any:
     """Return the store of all ranks, for what they tell each other beside the cards."""
-    return dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    return PrefixStore("test", dist.distributed_c10d._get_default_store())
 
 
 def noop() -> None:
@@ -335,6 +337,10 @@ def is_reached(said: str) -> bool:
     return any(said in line for line in communicator.collectives())
 
 
+def is_begun(name: str, work: Any) -> bool:
+    return is_reached(f"'{name}'") or work.is_completed()
+
+
 def in_two_orders(tmp_path: Path, places: int, *, is_swapped: bool) -> list[Ended]:
     def program(rank: int) -> None:
         names = ["forwards", "updates"]
@@ -344,7 +350,7 @@ def in_two_orders(tmp_path: Path, places: int, *, is_swapped: bool) -> list[Ende
         tensors = [filled(rank + 1) for _ in names]
         for name, tensor in zip(names, tensors, strict=True):
             work = begun(tensor, groups[name])
-            until(lambda name=name, work=work: is_reached(f"'{name}'") or work.is_completed())
+            until(functools.partial(is_begun, name, work))
         glass.synchronize()
         for tensor in tensors:
             assert tensor.cpu().unique().tolist() == [3.0]
@@ -394,8 +400,9 @@ def test_abort_ends_a_waiting_collective_and_leaves_the_device(tmp_path: Path) -
             dist.distributed_c10d._abort_process_group(group)
             until(work.is_completed)
             assert "was aborted" in str(work.exception())
+            backend: Any = group._get_backend(torch.device("glass"))
             with pytest.raises(RuntimeError, match="aborted"):
-                group._get_backend(torch.device("glass")).broadcast([tensor])
+                backend.broadcast([tensor])
         both = filled(1)
         dist.all_reduce(both)
         assert both.cpu().unique().tolist() == [2.0]
@@ -506,7 +513,7 @@ def test_trainers_broadcasts_are_received_and_a_missing_one_costs_its_group(
 
 @on_card(devices=2, watchdog_s=20)
 def test_devices_of_one_process_form_a_communicator() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     sums: list[Any] = [None, None]
 
     def run(rank: int) -> None:

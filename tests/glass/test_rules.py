@@ -414,6 +414,7 @@ def test_exchange_must_wait_for_a_forward() -> None:
 def test_illegal_address_loses_the_device_by_name(wrong: str) -> None:
     live = torch.zeros(128, dtype=torch.int16, device=GLASS)
     values = torch.zeros(128, dtype=torch.int16, device=GLASS)
+    words: tuple[str, ...]
     said, words = values.data_ptr(), ("illegal address of new values",)
     count = 128
     if wrong == "unpinned":

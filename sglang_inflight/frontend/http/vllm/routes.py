@@ -138,7 +138,7 @@ class _Routes:
         self._transfer = Transfer(
             frontend.groups,
             frontend.updates,
-            backend=dist.get_default_backend_for_device(get_device().device),
+            backend=dist.get_default_backend_for_device(str(get_device().device)),
             on_cuda=get_device().device == "cuda",
             session_lease_s=frontend.settings.update_timeout_s,
         )
