@@ -126,14 +126,15 @@ void process_events(DeviceState& device) {
   for (Address begin : over) make_free(device, device.blocks.at(begin));
 }
 
-// Gives free segments back; `pool`: this one's alone, and those of pools without a user.
+// Gives free segments back: of `pool`, by default of no private pool, and of pools without a user.
+// A graph's replay uses what its capture has freed, so the memory stays the pool's.
 void release_free(DeviceState& device, std::optional<Pool> pool) {
   World& w = world();
   std::vector<Address> whole;
   for (auto& [begin, block] : device.blocks) {
     bool is_dead = block.pool != Pool{0, 0} && w.pools[block.pool] == 0;
     if (block.is_free && device.segments.at(block.segment) == block.size &&
-        (is_dead || !pool || block.pool == *pool))
+        (is_dead || block.pool == pool.value_or(Pool{0, 0})))
       whole.push_back(begin);
   }
   for (Address begin : whole) {
