@@ -27,18 +27,16 @@ from tests.support.load import (
     resume,
     settle,
     start_running,
-    status,
     update,
     versions_of,
 )
 from tests.support.memory_release import bytes_of, release, resume_memory
 from tests.support.random_operations import act_at_random
-from tests.support.updates import Sender, expect_served, serving, staging, succeed
+from tests.support.updates import Sender, expect_served, succeed
 
 pytest_plugins = ["tests.support.fixtures"]
 
 KEEP: dict[str, Any] = {"non_blocking": True, "kv_cache": "keep"}
-BESIDE_PAUSES = ("in_place", "retract")
 SOURCES = ("disk", "tensor", "tensor_shared", "tensor_bucket")
 
 
@@ -54,21 +52,30 @@ class Kind:
     build: Callable[[Path, int], Path] = marker.build
     has_graphs: bool = True
     sources: tuple[str, ...] = SOURCES
+    ranks: int = 1
 
 
 NORMAL = "--disable-overlap-schedule"
 BY_REFERENCE = ("disk", "tensor_shared", "tensor_bucket")  # torch pickles no FP8 by value
-KINDS = [
+DEVICE = {"SGLANG_INFLIGHT_STAGING": "device"}
+MLA = {"model": mla, "build": mla.build}
+# weights and KV larger than a segment of the device's memory
+LARGE = memory_release.MODEL
+# small models of which a start shows little
+PLAIN = [
     Kind("overlap", "changes"),
-    Kind("normal", "changes", (NORMAL, "--disable-cuda-graph"), has_graphs=False),
-    Kind("second copy", "device", env={"SGLANG_INFLIGHT_STAGING": "device"}),
-    Kind("host copy", "host", (NORMAL,), env={"SGLANG_INFLIGHT_STAGING": "host"}),
-    Kind("MLA", "changes", model=mla, build=mla.build),
-    Kind("MLA's second copy", "device", env={"SGLANG_INFLIGHT_STAGING": "device"},
-         model=mla, build=mla.build),
-    Kind("block FP8", "changes", env=block_fp8.ENV, model=block_fp8, build=block_fp8.build,
+    Kind("normal", "host", (NORMAL, "--disable-cuda-graph"), {"SGLANG_INFLIGHT_STAGING": "host"},
+         has_graphs=False),
+]  # fmt: skip
+KINDS = [
+    *PLAIN,
+    Kind("second-copy", "device", env=DEVICE),
+    Kind("tp2", "changes", ("--tp-size", "2"), {"GLASS_DEVICES": "2"}, ranks=2),
+    Kind("mla", "changes", **MLA),
+    Kind("mla-second-copy", "device", env=DEVICE, **MLA),
+    Kind("fp8-blocks", "changes", env=block_fp8.ENV, model=block_fp8, build=block_fp8.build,
          sources=BY_REFERENCE),
-    Kind("online FP8", "changes", block_fp8.ONLINE, block_fp8.ENV, chain,
+    Kind("fp8-online", "changes", block_fp8.ONLINE, block_fp8.ENV, chain,
          block_fp8.build_unquantized),
 ]  # fmt: skip
 
@@ -77,6 +84,9 @@ KINDS = [
 def kind(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     return kind
+
+
+plain = pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +123,9 @@ def test_updates_from_each_source_beside_running_requests(
     versions = ["v0"]
     for version, source in enumerate(kind.sources, start=1):
         name = f"v{version}"
-        receipt = succeed(sender.send(server, source, version, weight_version=name, **KEEP))
+        receipt = succeed(
+            sender.send(server, source, version, ranks=kind.ranks, weight_version=name, **KEEP)
+        )
         assert receipt["staged_as"]["form"] == kind.form
         expect_served(server, version)
         more_tokens(running)
@@ -125,3 +137,102 @@ def test_updates_from_each_source_beside_running_requests(
         assert versions_of(output) == versions
     said = server.log_text().removeprefix(log)
     assert ("cuda graph: True" in said) == kind.has_graphs
+
+
+@plain
+def test_random_updates_pauses_pins_and_aborts(server: Server, folder: Path) -> None:
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    act_at_random(server, folder, operations=120)
+
+
+@plain
+def test_blocking_update_waits_for_requests(server: Server, folder: Path, sender: Sender) -> None:
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    (running,) = start_running(server, 1, tokens=60)
+    succeed(sender.send(server, "tensor", 1, weight_version="v1"))
+    assert versions_of(expect_whole(running)) == ["v0"]
+    expect_served(server, 1)
+
+
+@plain
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_update_in_a_pause_is_seen_by_the_next_token(
+    server: Server, folder: Path, mode: str
+) -> None:
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    running = start_running(server, 2, tokens=ENDLESS)
+    pause(server, mode)
+    settle(server, running)
+    update(server, folder, 1, non_blocking=True, kv_cache="keep")
+    resume(server)
+    more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1"]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("large")
+    for version in range(2):
+        LARGE.build(made / f"v{version}", version)
+    return made
+
+
+@pytest.fixture(scope="module")
+def sleeper(large: Path) -> Iterator[Server]:
+    flags = ("--enable-memory-saver", "--max-total-tokens", str(memory_release.TOKENS))
+    # otherwise the saver leaves out the graphs' memory
+    env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+    flags = (*flags, "--weight-version", "v0", "--decode-log-interval", "1")
+    with serve(large / "v0", *flags, log=large / "log", env=env) as server:
+        yield server
+        assert server.is_alive()
+
+
+@pytest.mark.parametrize("keep", ["host", "discard"])
+def test_requests_and_graphs_survive_a_memory_release(
+    sleeper: Server, large: Path, keep: str
+) -> None:
+    update(sleeper, large, 0, non_blocking=True, partial=False, kv_cache="recompute")
+    frozen = start_running(sleeper, 2, tokens=200)
+    pause(sleeper, "retract")
+    settle(sleeper, frozen)
+    released = release(sleeper, keep_weights=keep)
+    assert bytes_of(released, "kv_cache") > 0.9 * memory_release.TOKENS * LARGE.token_bytes
+    assert bytes_of(released, "weights") > 0.9 * LARGE.weights_bytes
+    assert bytes_of(released, "cuda_graph") > 0
+    resume_memory(sleeper, "weights")
+    if keep == "discard":
+        # hollow weights, written in place without a cache
+        update(sleeper, large, 1, **KEEP)
+    resume_memory(sleeper, "kv_cache", "cuda_graph")
+    log = sleeper.log_text()
+    resume(sleeper)
+    expected = ["v0"] if keep == "host" else ["v0", "v1"]
+    for generation in frozen:
+        assert versions_of(expect_whole(generation)) == expected
+    assert "cuda graph: True" in sleeper.log_text().removeprefix(log)
+    expect_served(sleeper, len(expected) - 1)
+
+
+def test_adapters_are_replaced_beside_running_requests(tmp_path: Path) -> None:
+    folders = [lora.write(tmp_path / str(n), lora.tensors(n)) for n in range(2)]
+    flags = (
+        "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(lora.RANK),
+        "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4", "--disable-cuda-graph",
+    )  # fmt: skip
+    model = lora.build_model(tmp_path / "model")
+    with serve(model, *flags, log=tmp_path / "log") as server:
+        load = {"lora_name": "policy", "lora_path": str(folders[0])}
+        succeed(server.post("/load_lora_adapter", load))
+        running = start_running(server, 2, tokens=ENDLESS, lora_path="policy")
+        load |= {"lora_path": str(folders[1]), "replace": True, "running": "move"}
+        succeed(server.post("/load_lora_adapter", load))
+        more_tokens(running)
+        plain = Generation(server, tokens=3, stream=False).output().tokens
+        assert plain == [marker.token(0)] * 3
+        for generation in running:
+            generation.abort()
+            tokens = generation.output().tokens
+            assert (tokens[0], tokens[-1]) == (lora.token(0), lora.token(1))
+        assert server.is_alive()
