@@ -25,7 +25,7 @@ from sglang_inflight.livepatch import (
     load_series,
     supported_versions,
 )
-from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
+from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
 from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
 from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import SourceTree
@@ -176,18 +176,21 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
 
     SGLang's registry would only log a missing target.
     """
-    hooks: list[HookedFunction] = []
+    from sglang_inflight.hooking import hooks_of
+
+    importable: list[str] = []
     # without Ray, SGLang cannot import its launchers on Ray
-    for name in (*HOOK_LISTS, *([RAY_HOOKS] if find_spec("ray") else [])):
+    for name in (*HOOK_MODULES, *([RAY_HOOKS] if find_spec("ray") else [])):
         try:
-            registered = importlib.import_module(name).HOOKS
+            importlib.import_module(name)
         except (Exception, SystemExit) as error:
             problems.append(f"{name} cannot be imported: {error!r}")
-            continue
-        hooks += [
-            HookedFunction(target, kind.name, why_not_hooked(target, hook, kind.name))
-            for target, hook, kind in registered
-        ]
+        else:
+            importable.append(name)
+    hooks = [
+        HookedFunction(target, kind.name, why_not_hooked(target, hook, kind.name))
+        for target, hook, kind in hooks_of(importable)
+    ]
     problems += [
         f"SGLang cannot hook {hook.target}: {hook.reason}" for hook in hooks if hook.reason
     ]

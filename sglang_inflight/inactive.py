@@ -4,7 +4,7 @@ All processes of a server must decide alike, so the launching process decides be
 the first child. A child loads plugins before it knows its arguments. The launching process tells
 the child by an environment variable, and the child loads nothing of ours. In the launching
 process our hooks are installed already: there they act only on objects of a ``Frontend``
-(``frontend/hook_guard.py``).
+(``hooking.with_us``).
 """
 
 from __future__ import annotations

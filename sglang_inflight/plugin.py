@@ -6,19 +6,46 @@ error.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
-# modules with a list ``HOOKS``
-HOOK_LISTS = (
-    "sglang_inflight.scheduler.hooks",
-    "sglang_inflight.frontend.tokenizer_hooks",
+if TYPE_CHECKING:
+    from sglang_inflight.hooking import Hook
+
+# the modules that declare hooks (``hooking.py``)
+HOOK_MODULES = (
+    "sglang_inflight.frontend.abort_hooks",
+    "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
+    "sglang_inflight.frontend.http.endpoints",
+    "sglang_inflight.frontend.http.vllm.openai_fields",
+    "sglang_inflight.frontend.lora.loading",
+    "sglang_inflight.frontend.openai_requests",
+    "sglang_inflight.frontend.request_checks",
+    "sglang_inflight.frontend.shutdown",
+    "sglang_inflight.frontend.spans",
+    "sglang_inflight.frontend.tokenizer_hooks",
     "sglang_inflight.frontend.workers.hooks",
     "sglang_inflight.redaction",
+    "sglang_inflight.scheduler.adapter_config",
+    "sglang_inflight.scheduler.adapter_weights",
+    "sglang_inflight.scheduler.adapters",
+    "sglang_inflight.scheduler.captures",
+    "sglang_inflight.scheduler.collectives",
+    "sglang_inflight.scheduler.controller",
+    "sglang_inflight.scheduler.fixes",
+    "sglang_inflight.scheduler.hold",
+    "sglang_inflight.scheduler.nodes",
+    "sglang_inflight.scheduler.outputs",
+    "sglang_inflight.scheduler.request_names",
+    "sglang_inflight.scheduler.slots",
+    "sglang_inflight.scheduler.start",
+    "sglang_inflight.scheduler.update.reservation",
+    "sglang_inflight.scheduler.versions.captured",
+    "sglang_inflight.scheduler.versions.handover",
+    "sglang_inflight.scheduler.versions.token_versions",
+    "sglang_inflight.unsupported",
 )
 # hooks on SGLang's launchers in Ray's actors, installed when SGLang imports them
 RAY_HOOKS = "sglang_inflight.ray_hooks"
@@ -32,14 +59,11 @@ def is_installed() -> bool:
     return _is_installed
 
 
-def every_hook() -> Iterator[tuple[str, Any, Any]]:
-    """Yield the target, hook and kind of every hook, Ray's included."""
-    yield from _hooks_of(*HOOK_LISTS, RAY_HOOKS)
+def every_hook() -> list[Hook]:
+    """Return every hook, Ray's included."""
+    from sglang_inflight.hooking import hooks_of
 
-
-def _hooks_of(*lists: str) -> Iterator[tuple[str, Any, Any]]:
-    for name in lists:
-        yield from importlib.import_module(name).HOOKS
+    return hooks_of((*HOOK_MODULES, RAY_HOOKS))
 
 
 def install() -> None:
@@ -78,7 +102,9 @@ def _install() -> None:
 
     # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
-    hooks = [*_hooks_of(*HOOK_LISTS)]
+    from sglang_inflight.hooking import hooks_of
+
+    hooks = hooks_of(HOOK_MODULES)
     from sglang_inflight import messages, unsupported
     from sglang_inflight.frontend.engine import hooks as engine_hooks
     from sglang_inflight.late_import import when_imported
@@ -98,7 +124,7 @@ def _install() -> None:
     _is_installed = True
 
 
-def _register(hooks: list[tuple[str, Any, Any]]) -> None:
+def _register(hooks: list[Hook]) -> None:
     """Register hooks for SGLang, which applies them after the last plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -110,7 +136,9 @@ def _register(hooks: list[tuple[str, Any, Any]]) -> None:
 
 
 def _register_ray_hooks() -> None:
-    _register([*_hooks_of(RAY_HOOKS)])
+    from sglang_inflight.hooking import hooks_of
+
+    _register(hooks_of([RAY_HOOKS]))
 
 
 def _hook_ray(_: ModuleType) -> None:

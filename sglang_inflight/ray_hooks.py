@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms import current_platform
-from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_inflight.hooking import AFTER, AROUND, BEFORE, RAY_ENGINE, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.platform import OnReferencePlatform, ReferencePlatform
 from sglang_inflight.ray_actors import Installation, own_node
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _PLUGIN, _PLATFORM = "inflight_installation", "inflight_platform"
 
 
+@hook(f"{RAY_ENGINE}._create_scheduler_actor", AROUND)
 def create_with_us(
     create: Callable[..., Any],
     pg: Any,
@@ -94,6 +95,7 @@ class WatchedActor:
         return not ended
 
 
+@hook(f"{RAY_ENGINE}.RayEngine._launch_scheduler_processes", AFTER)
 def watch_actors(
     launched: tuple[SchedulerInitResult, None], *args: Any, **kwargs: Any
 ) -> tuple[SchedulerInitResult, list[WatchedActor]] | None:
@@ -108,6 +110,7 @@ def watch_actors(
     return result, [WatchedActor(*each) for each in zip(loops, actors, strict=True)]
 
 
+@hook(f"{RAY_ENGINE}.RayEngine.shutdown", BEFORE)
 def stop_watching(engine: Any) -> None:
     """Stop SGLang's watchdog before SGLang kills the actors: their deaths are meant."""
     manager = engine.tokenizer_manager
@@ -115,6 +118,7 @@ def stop_watching(engine: Any) -> None:
         manager._subprocess_watchdog.stop()
 
 
+@hook("sglang.srt.arg_groups.overrides.declare_resolution", AROUND)
 def leave_published_arguments(
     declare: Callable[..., None], server_args: ServerArgs, source: str, **fields: Any
 ) -> None:
@@ -126,17 +130,3 @@ def leave_published_arguments(
     """
     if source != "ray.dp_controller" or why_inactive() is not None:
         declare(server_args, source, **fields)
-
-
-_ENGINE = "sglang.srt.ray.engine"
-
-HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_ENGINE}._create_scheduler_actor", create_with_us, HookType.AROUND),
-    (f"{_ENGINE}.RayEngine._launch_scheduler_processes", watch_actors, HookType.AFTER),
-    (
-        "sglang.srt.arg_groups.overrides.declare_resolution",
-        leave_published_arguments,
-        HookType.AROUND,
-    ),
-    (f"{_ENGINE}.RayEngine.shutdown", stop_watching, HookType.BEFORE),
-]

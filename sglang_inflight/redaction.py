@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_inflight.hooking import AFTER, ENGINE, hook
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -85,12 +86,14 @@ def _json_object(value: Any) -> dict[str, Any] | None:
     return read
 
 
+@hook("sglang.srt.server_args.ServerArgs.resolved_dict", AFTER)
 def redact_arguments(resolved: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
     """Hook after SGLang's only function that turns arguments into answers and log lines."""
     redacted: dict[str, Any] = redact(resolved)
     return redacted
 
 
+@hook("sglang.srt.utils.common.build_server_info", AFTER)
 def redact_server_info(
     info: dict[str, Any], server_args: ServerArgs, scheduler_info: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -98,12 +101,6 @@ def redact_server_info(
     return {**info, "launch_command": redact_command(info["launch_command"], server_args)}
 
 
+@hook(f"{ENGINE}.get_server_info", AFTER)
 def redact_engine_info(info: dict[str, Any], engine: Engine) -> dict[str, Any]:
     return {**info, "launch_command": redact_command(info["launch_command"], engine.server_args)}
-
-
-HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    ("sglang.srt.server_args.ServerArgs.resolved_dict", redact_arguments, HookType.AFTER),
-    ("sglang.srt.utils.common.build_server_info", redact_server_info, HookType.AFTER),
-    ("sglang.srt.entrypoints.engine.Engine.get_server_info", redact_engine_info, HookType.AFTER),
-]

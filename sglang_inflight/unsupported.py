@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_inflight import capabilities, inactive
+from sglang_inflight.hooking import AROUND, BEFORE, ENGINE, hook
 from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
 
@@ -64,6 +65,7 @@ class Unsupported(SystemExit):
     """An unsupported server or node. A ``SystemExit``, because that stops the start."""
 
 
+@hook(f"{ENGINE}._launch_subprocesses", AROUND)
 def launch(
     launch_as_sglang_does: Callable[..., Any],
     engine_class: type,
@@ -102,6 +104,8 @@ OTHER_LAUNCHES: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
+# SGLang calls this once, after loading plugins and before starting processes
+@hook("sglang.srt.parser.template_detection.resolve_auto_parsers", BEFORE)
 def ask_in_a_launch(server_args: ServerArgs) -> None:
     """Check a launch that began before our hooks were installed.
 

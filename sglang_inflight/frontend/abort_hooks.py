@@ -10,6 +10,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
 from sglang_inflight.frontend.aborts import GROUP, GROUPS, Group
+from sglang_inflight.hooking import AFTER, AROUND, BEFORE, REPLACE, TOKENIZER_MANAGER, hook, with_us
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BaseReq
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 
+@hook("sglang.srt.managers.io_struct.GenerateReqInput._normalize_rid", BEFORE)
 def name_groups(obj: Any, num: int) -> None:
     """Make groups before SGLang gives each request of a call a ``rid`` of its own."""
     if hasattr(obj, GROUPS):
@@ -31,6 +33,7 @@ def name_groups(obj: Any, num: int) -> None:
     setattr(obj, GROUPS, [Group(name=name, is_aborted=False) for name in names])
 
 
+@hook(f"{TOKENIZER_MANAGER}._init_req_state", AFTER, order=1, when=with_us)
 def join_groups(_: None, tm: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
     """Set each ``obj[i]``'s group after SGLang has made the states of a call's requests.
 
@@ -42,6 +45,7 @@ def join_groups(_: None, tm: TokenizerManager, obj: Any, *args: Any, **kwargs: A
             setattr(obj[index], GROUP, groups[index % len(groups)])
 
 
+@hook(f"{TOKENIZER_MANAGER}.abort_request", AROUND, when=with_us)
 def abort_request(
     abort: Callable[..., None],
     tm: PatchedTokenizerManager,
@@ -55,11 +59,13 @@ def abort_request(
         abort(tm, each)
 
 
+@hook(f"{TOKENIZER_MANAGER}._mark_state_dispatched", AFTER, when=with_us)
 def abort_when_dispatched(_: None, tm: PatchedTokenizerManager, rid: str) -> None:
     if tm.inflight.aborts.is_due(rid):
         tm.abort_request(rid)
 
 
+@hook(f"{TOKENIZER_MANAGER}.create_abort_task", AROUND, when=with_us)
 def bind_abort_task(create: Callable[..., Any], tm: PatchedTokenizerManager, obj: Any) -> Any:
     """Bind SGLang's abort, two seconds after a stream's end, to the stream's own requests.
 
@@ -68,6 +74,7 @@ def bind_abort_task(create: Callable[..., Any], tm: PatchedTokenizerManager, obj
     return create(tm, _RequestsOf(tm, obj))
 
 
+@hook("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._abort_request_id", REPLACE, when=with_us)
 def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
     """Skip gRPC's abort by name of a stream whose client has read nothing for minutes.
 
@@ -76,6 +83,7 @@ def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
     """
 
 
+@hook(f"{TOKENIZER_MANAGER}._handle_abort_finish_reason", BEFORE, when=with_us)
 def refuse_without_embedding(
     tm: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool
 ) -> None:
@@ -113,6 +121,7 @@ class _RequestsOf:
         ]
 
 
+@hook(f"{TOKENIZER_MANAGER}._handle_abort_req", AROUND, when=with_us)
 def end_with_an_empty_chunk(
     handle: Callable[..., None], manager: TokenizerManager, recv_obj: BaseReq
 ) -> None:

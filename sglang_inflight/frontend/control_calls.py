@@ -4,6 +4,8 @@ SGLang takes the next answer of the right type for the answer. After a caller ga
 answer goes to the next caller, whose call then seems done. In SGLang a raising handler sends no
 answer, and only the first rank of a replica answers. Here every rank answers, also with a
 failure. A rank on a silent node is not waited for.
+
+This module hooks ``FanOutCommunicator.handle_recv``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from sglang_inflight.frontend.ranks import (
     silence_error,
     unknown_outcome,
 )
+from sglang_inflight.hooking import COMMUNICATOR, REPLACE, hook, with_us
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.errors import ERRORS, HandlerFailed
@@ -103,13 +106,14 @@ class ControlCalls:
             finally:
                 del self._awaited[request.rid]
 
-    def take_answer(self, answer: BaseReq) -> None:
+    @hook(f"{COMMUNICATOR}.handle_recv", REPLACE, via="inflight", when=with_us)
+    def take_answer(self, recv_obj: BaseReq) -> None:
         """Take in an answer in SGLang's form."""
-        awaited = self._awaited.get(answer.rid or "")
+        awaited = self._awaited.get(recv_obj.rid or "")
         if awaited is None:
-            logger.info("Dropped a late %s: its caller has left.", type(answer).__name__)
+            logger.info("Dropped a late %s: its caller has left.", type(recv_obj).__name__)
             return
-        awaited.answers.append(answer)
+        awaited.answers.append(recv_obj)
         awaited.end_if_whole()
 
     def take_rank_answer(self, answer: RankAnswer) -> None:

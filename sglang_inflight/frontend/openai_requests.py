@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
 from sglang_inflight.frontend.http.doors import enter_openai
 from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
+from sglang_inflight.hooking import AROUND, OPENAI_SERVING, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
 
+@hook(f"{OPENAI_SERVING}.handle_request", AROUND, when=with_us)
 async def handle_request(
     handle: Callable[..., Awaitable[Any]],
     serving: PatchedOpenAIServing,
@@ -57,6 +59,7 @@ async def handle_request(
     return response if fields is None else fields.finish(response)
 
 
+@hook(f"{OPENAI_SERVING}._parse_model_parameter", AROUND, when=with_us)
 def parse_model_parameter(
     parse: Callable[..., tuple[str, str | None]], serving: PatchedOpenAIServing, model: str
 ) -> tuple[str, str | None]:

@@ -22,6 +22,15 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight import capabilities
+from sglang_inflight.hooking import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    SAMPLING_PARAMS,
+    TOKENIZER_MANAGER,
+    hook,
+    with_us,
+)
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG, RECORDS, Records
 from sglang_inflight.sglang_types import (
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
 
 
+@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=1)
 def check_contract(params: SamplingParams, *args: Any) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for a version contract of wrong types.
 
@@ -55,6 +65,7 @@ def check_contract(params: SamplingParams, *args: Any) -> None:
         raise ValueError(f"a version contract: {why}")
 
 
+@hook(f"{SAMPLING_PARAMS}.verify", BEFORE)
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
 
@@ -67,6 +78,7 @@ def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
         )
 
 
+@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=2)
 def check_records(params: SamplingParams, *args: Any) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for any value but ``"sampled"`` and ``"recomputed"``.
 
@@ -110,6 +122,7 @@ if envs.SGLANG_USE_PICKLE_IPC.get():
 _KEPT = {"rid", "http_worker_ipc"}
 
 
+@hook(f"{TOKENIZER_MANAGER}._create_tokenized_object", AROUND, when=with_us)
 def create_tokenized(
     create: Callable[..., Any],
     tokenizer_manager: PatchedTokenizerManager,
@@ -172,6 +185,7 @@ def _require_pinnable(
         raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why}")
 
 
+@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=3)
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Check sampling parameters before SGLang's own checks, if the server runs with us."""
     if why_inactive() is not None:
@@ -202,6 +216,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError("stop_token_ids leaves no token of the vocabulary to min_new_tokens")
 
 
+@hook("sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling", AFTER)
 def check_samples(_: None, obj: Any) -> None:
     """Check ``n`` before SGLang allocates anything per sample."""
     if why_inactive() is not None:

@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.utils import kill_process_tree
 
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.hooking import AFTER, AROUND, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.vocabulary.bodies import ContinueBody, ResumeMemoryBody
 from sglang_inflight.vocabulary.errors import InflightError
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _TELL = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
+@hook("sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler", AFTER, when=with_us)
 def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
     """End pauses and waits for versions after SGLang's SIGTERM handler, on the event loop.
 
@@ -41,6 +43,7 @@ def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
         release_all(tokenizer_manager)
 
 
+@hook(f"{TOKENIZER_MANAGER}.sigterm_watchdog", AROUND, when=with_us)
 async def exit_after_forwarded_calls(
     watch: Callable[..., Awaitable[None]], tokenizer_manager: PatchedTokenizerManager
 ) -> None:
@@ -53,6 +56,7 @@ async def exit_after_forwarded_calls(
         raise
 
 
+@hook(f"{TOKENIZER_MANAGER}._dispatch_to_scheduler", AROUND, when=with_us)
 def end_schedulers(
     dispatch: Callable[..., None], tokenizer_manager: PatchedTokenizerManager, obj: object
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec.structs
 
+from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import ADAPTER_VERSIONS
 from sglang_inflight.settings import Settings
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 Write = Callable[..., None]
 
 
+# belongs to no manager: reads the process's ``why_inactive()``
+@hook(
+    "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
+    AROUND,
+)
 def write_spans(
     write: Write, meta_info: dict[str, Any], spans: list[WeightVersionSpan], num_output_tokens: int
 ) -> None:

@@ -11,54 +11,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_inflight.frontend.abort_hooks import (
-    abort_request,
-    abort_when_dispatched,
-    bind_abort_task,
-    end_with_an_empty_chunk,
-    join_groups,
-    leave_to_the_stream,
-    name_groups,
-    refuse_without_embedding,
-)
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.gate import pass_gate
-from sglang_inflight.frontend.hook_guard import (
-    after_if_active,
-    before_if_active,
-    replace_if_active,
-    wrap_if_active,
-)
-from sglang_inflight.frontend.http.endpoints import decide_request_auth
-from sglang_inflight.frontend.http.vllm.openai_fields import (
-    build_chat_logprobs,
-    note_results,
-    write_completion_logprobs,
-)
-from sglang_inflight.frontend.lora.loading import (
-    find_victim,
-    load_everywhere,
-    refuse_to_unload_in_a_pause,
-    stop_unloading_in_a_pause,
-)
-from sglang_inflight.frontend.openai_requests import handle_request, parse_model_parameter
-from sglang_inflight.frontend.request_checks import (
-    check_contract,
-    check_max_version_lag,
-    check_records,
-    check_samples,
-    check_sampling,
-    create_tokenized,
-)
+from sglang_inflight.frontend.http.vllm.openai_fields import note_results
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
-from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_after_forwarded_calls
-from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
+from sglang_inflight.frontend.spans import as_sglang_writes_them
 from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
+from sglang_inflight.hooking import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    COMMUNICATOR,
+    REPLACE,
+    TOKENIZER_MANAGER,
+    hook,
+    hook_each,
+    with_us,
+)
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.late_import import when_imported
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
@@ -78,6 +51,7 @@ if TYPE_CHECKING:
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
+@hook(f"{TOKENIZER_MANAGER}.__init__", AFTER)
 def create_frontend(
     _: None,
     tokenizer_manager: PatchedTokenizerManager,
@@ -203,12 +177,14 @@ def _read(call: Call, obj: Any) -> Body:
     return convert(fields, call.body, "request")
 
 
+@hook(f"{TOKENIZER_MANAGER}.update_weight_version", REPLACE, when=with_us)
 async def update_weight_version(tm: PatchedTokenizerManager, obj: BaseReq) -> None:
     """Rename without aborting requests: in SGLang the route aborts them, not this method."""
     body = NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
     await tm.inflight.handlers["update_weight_version"](body)
 
 
+@hook(f"{TOKENIZER_MANAGER}.flush_cache", AROUND, when=with_us)
 async def flush_cache(
     flush: Callable[..., Awaitable[Any]], tm: PatchedTokenizerManager, *args: Any, **kwargs: Any
 ) -> Any:
@@ -217,11 +193,13 @@ async def flush_cache(
     return await flush(tm, *args, **kwargs)
 
 
+@hook(f"{TOKENIZER_MANAGER}.is_ready", AROUND, when=with_us)
 def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     """Return false while each request would end with 503: hollow weights, or behind the fleet."""
     return ready(tm) and tm.inflight.why_not_ready() is None
 
 
+@hook(f"{TOKENIZER_MANAGER}.generate_request", AROUND, when=with_us)
 def generate_request(
     generate: Callable[..., AsyncGenerator[Any, None]],
     tm: PatchedTokenizerManager,
@@ -231,10 +209,12 @@ def generate_request(
     return pass_gate(tm.inflight, note_results(generate, tm, obj, request), obj, request)
 
 
+@hook(f"{TOKENIZER_MANAGER}._init_req_state", BEFORE, when=with_us)
 def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
     tm.inflight.lifetime.require()
 
 
+@hook(f"{TOKENIZER_MANAGER}.update_request_meta_info", AROUND, when=with_us)
 def take_values_of_requests(
     accumulate: Callable[..., None],
     tm: PatchedTokenizerManager,
@@ -253,121 +233,35 @@ def take_values_of_requests(
     accumulate(tm, meta_info, state, rest, index, *args)
 
 
+@hook(f"{COMMUNICATOR}.queueing_call", REPLACE, when=with_us)
 async def send_control_call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
     """Replace ``FanOutCommunicator.queueing_call``."""
     return await communicator.inflight.call(communicator, obj)
 
 
-def take_control_answer(communicator: PatchedCommunicator, recv_obj: Any) -> None:
-    """Replace ``FanOutCommunicator.handle_recv``."""
-    communicator.inflight.take_answer(recv_obj)
-
-
 _OF_REQUESTS = (KV_VERSIONS, RECORDS)
-_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
-_OPENAI_SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
 
-HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
-    (
-        "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
-        *after_if_active(end_pauses),
-    ),
-    (f"{_TOKENIZER_MANAGER}.sigterm_watchdog", *wrap_if_active(exit_after_forwarded_calls)),
-    (f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", *wrap_if_active(end_schedulers)),
-    *(
-        (f"{_TOKENIZER_MANAGER}.{name}", *wrap_if_active(load_everywhere))
-        for name in ("load_lora_adapter", "load_lora_adapter_from_tensors")
-    ),
-    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *wrap_if_active(refuse_to_unload_in_a_pause)),
-    (
-        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
-        *wrap_if_active(stop_unloading_in_a_pause),
-    ),
-    (
-        "sglang.srt.lora.lora_registry.LoRARegistry.lru_lora_name",
-        *replace_if_active(find_victim),
-    ),
-    (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(generate_request)),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", *before_if_active(refuse_when_over)),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", *after_if_active(join_groups)),
-    (f"{_TOKENIZER_MANAGER}.abort_request", *wrap_if_active(abort_request)),
-    (f"{_TOKENIZER_MANAGER}._mark_state_dispatched", *after_if_active(abort_when_dispatched)),
-    (
-        f"{_TOKENIZER_MANAGER}._handle_abort_finish_reason",
-        *before_if_active(refuse_without_embedding),
-    ),
-    (f"{_TOKENIZER_MANAGER}.create_abort_task", *wrap_if_active(bind_abort_task)),
-    (
-        "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._abort_request_id",
-        *replace_if_active(leave_to_the_stream),
-    ),
-    (
-        "sglang.srt.managers.io_struct.GenerateReqInput._normalize_rid",
-        name_groups,
-        HookType.BEFORE,
-    ),
-    (f"{_TOKENIZER_MANAGER}._handle_abort_req", *wrap_if_active(end_with_an_empty_chunk)),
-    *(
-        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *wrap_if_active(surround))
-        for surround in (
-            flush_cache,
-            is_ready,
-        )
-    ),
-    *(
-        (f"{_TOKENIZER_MANAGER}.{name}", *wrap_if_active(surround(TABLE[name])))
+hook_each(
+    __name__,
+    {
+        f"{TOKENIZER_MANAGER}.{name}": surround(TABLE[name])
         for name, surround in {
             "pause_generation": _unless_original,
             "continue_generation": _unless_original,
             "release_memory_occupation": _if_memory_can_go,
             "resume_memory_occupation": _if_memory_can_go,
         }.items()
-    ),
-    (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(send_control_call)),
-    (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(take_control_answer)),
-    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_values_of_requests)),
-    ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
-    # these belong to no manager, and read the process's why_inactive()
-    (
-        "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
-        write_spans,
-        HookType.AROUND,
-    ),
-    *(
-        ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check, HookType.BEFORE)
-        for check in (check_max_version_lag, check_contract)
-    ),
-    ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_records, HookType.BEFORE),
-    (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
-    (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),
-    (f"{_OPENAI_SERVING}._parse_model_parameter", *wrap_if_active(parse_model_parameter)),
-    (
-        "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs",
-        write_completion_logprobs,
-        HookType.AROUND,
-    ),
-    (
-        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
-        "._build_token_logprobs_from_raw",
-        build_chat_logprobs,
-        HookType.AROUND,
-    ),
-    (
-        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
-        check_sampling,
-        HookType.BEFORE,
-    ),
-    (
-        "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling",
-        check_samples,
-        HookType.AFTER,
-    ),
-    (f"{_TOKENIZER_MANAGER}.update_weight_version", *replace_if_active(update_weight_version)),
-    *(
-        (f"{_TOKENIZER_MANAGER}.{call.name}", *replace_if_active(_returning_a_pair(call)))
+    },
+    AROUND,
+    when=with_us,
+)
+hook_each(
+    __name__,
+    {
+        f"{TOKENIZER_MANAGER}.{call.name}": _returning_a_pair(call)
         for call in TABLE.values()
         if call.answers_pair
-    ),
-]
+    },
+    REPLACE,
+    when=with_us,
+)

@@ -4,7 +4,7 @@ This package reads source. It imports neither the examined SGLang nor torch, and
 assumptions are in three places:
 
 1. ``patches/``: lines changed by us;
-2. the lists of hooks: functions, and the parameters our hooks take;
+2. the declared hooks: their targets, and the parameters our hooks take;
 3. our code: mypy reads every use of SGLang beside its source.
 
 ``sglang-inflight doctor`` checks the first two against the installed SGLang.

@@ -8,9 +8,9 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
-from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
+from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
 from sglang_inflight.porting import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
@@ -18,20 +18,12 @@ from sglang_inflight.vocabulary.calls import Call
 
 # arguments passed to a hook before the function's own
 _AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
-# functions of ``frontend/hook_guard.py``
-_GUARDS = {
-    "before_if_active": "BEFORE",
-    "after_if_active": "AFTER",
-    "wrap_if_active": "AROUND",
-    "replace_if_active": "REPLACE",
-}
-_KINDS = SimpleNamespace(**{kind: kind for kind in _AHEAD})
 _METHOD = ast.parse("def instead(sglangs, engine, *args, **named): ...").body[0]
 
 
 @dataclass(frozen=True)
 class ReadFunction:
-    """A function of ours in the source. In a list of hooks it stands for itself."""
+    """A function of ours in the source. Where hooks are declared it stands for itself."""
 
     node: FunctionNode
 
@@ -39,14 +31,8 @@ class ReadFunction:
     def name(self) -> str:
         return self.node.name
 
-    @property
-    def __name__(self) -> str:
-        return self.node.name
-
-    def __call__(self, given: Any) -> Any:
-        """Return ``given`` and its kind, as a guard, or the function that this one defines."""
-        if self.name in _GUARDS:
-            return given, _GUARDS[self.name]
+    def __call__(self, given: Any) -> ReadFunction:
+        """Return the function that this one defines."""
         (made,) = (node for node in self.node.body if isinstance(node, FunctionNode))
         return ReadFunction(made)
 
@@ -59,16 +45,43 @@ def look_at_hooks(tree: SourceTree, ours: SourceTree) -> list[Finding]:
 
 
 def read_hooks(ours: SourceTree) -> Iterator[tuple[str, Parameters, str]]:
-    """Yield the target, our parameters and the kind of every hook, without importing a hook."""
-    for module in (*HOOK_LISTS, RAY_HOOKS):
-        for target, hook, kind in _value(ours, module, "HOOKS"):
-            yield target, Parameters.of_node(hook.node), kind
+    """Yield the target, our parameters and the kind of every hook, without importing a hook.
+
+    The order is the one of ``hooking.hooks_of``.
+    """
+    found = [each for module in (*HOOK_MODULES, RAY_HOOKS) for each in _declared(ours, module)]
+    for target, _, function, kind in sorted(found, key=lambda each: each[:2]):
+        yield target, Parameters.of_node(function.node), kind
+
+
+def _declared(ours: SourceTree, module: str) -> Iterator[tuple[str, int, ReadFunction, str]]:
+    """Yield target, order, function and kind of the hooks that ``module`` declares."""
+    tree = ours.parse(module)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, FunctionNode):
+            for call in node.decorator_list:
+                if not _calls(call, "hook"):
+                    continue
+                target, kind = call.args
+                order = next((each.value for each in call.keywords if each.arg == "order"), None)
+                yield (
+                    _evaluate(ours, module, target),
+                    _evaluate(ours, module, order) if order is not None else 0,
+                    ReadFunction(node),
+                    ast.unparse(kind),
+                )
+        if isinstance(node, ast.Expr) and _calls(node.value, "hook_each"):
+            _, functions, kind = node.value.args
+            for each, function in _evaluate(ours, module, functions).items():
+                yield each, 0, function, ast.unparse(kind)
+
+
+def _calls(node: ast.expr, name: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
 def _value(ours: SourceTree, module: str, name: str) -> Any:
     """Return the value of a module's constant, with a ``ReadFunction`` for each function."""
-    if name == "HookType":
-        return _KINDS
     if name == "EngineMethod":
         return _engine_method
     definition = ours.within(module, name)
@@ -79,15 +92,19 @@ def _value(ours: SourceTree, module: str, name: str) -> Any:
     if isinstance(node, FunctionNode):
         return ReadFunction(node)
     if definition is None or not isinstance(node, ast.Assign | ast.AnnAssign) or not node.value:
-        raise ValueError(f"{module}: a list of hooks cannot be read: what is {name}?")
-    names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+        raise ValueError(f"{module}: its hooks cannot be read: what is {name}?")
+    return _evaluate(ours, definition.module, node.value)
+
+
+def _evaluate(ours: SourceTree, module: str, node: ast.expr) -> Any:
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
     bound = {each.id for each in names if isinstance(each.ctx, ast.Store)} | vars(builtins).keys()
-    values = {n: _value(ours, definition.module, n) for n in {each.id for each in names} - bound}
-    return eval(compile(ast.Expression(node.value), module, "eval"), values)
+    values = {n: _value(ours, module, n) for n in {each.id for each in names} - bound}
+    return eval(compile(ast.Expression(node), module, "eval"), values)
 
 
 def _engine_method(call: Call, *args: Any, **named: Any) -> SimpleNamespace:
-    """Return an ``EngineMethod`` as its list of hooks reads it. Its hook takes any arguments."""
+    """Return an ``EngineMethod`` as ``hook_each`` reads it. Its hook takes any arguments."""
     assert isinstance(_METHOD, FunctionNode)
     return SimpleNamespace(
         name=call.name, is_sglangs=call.is_sglangs, instead=ReadFunction(_METHOD)

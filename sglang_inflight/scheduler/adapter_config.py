@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_inflight.hooking import AFTER, AROUND, LORA, hook
 from sglang_inflight.vocabulary.errors import shorten
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ _CHECKED = frozenset(
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+@hook("sglang.srt.lora.lora_config.LoRAConfig.__init__", AROUND)
 def read_config(
     read: Callable[..., None], config: PatchedLoRAConfig, *args: Any, **kwargs: Any
 ) -> None:
@@ -98,6 +100,7 @@ def read_config(
     refuse_fields(config.hf_config)
 
 
+@hook(f"{LORA}.__init__", AFTER)
 def scale(_: None, adapter: LoRAAdapter, *args: Any, **kwargs: Any) -> None:
     """Honour ``use_rslora``: SGLang always divides by the rank."""
     adapter.scaling = scaling_of(adapter.config.hf_config)

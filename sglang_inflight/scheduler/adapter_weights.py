@@ -24,6 +24,7 @@ import torch
 from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.utils import get_normalized_target_modules, get_target_module_name
 
+from sglang_inflight.hooking import AROUND, LORA, hook
 from sglang_inflight.scheduler.adapter_config import LARGEST, excludes, files_in, layers_of
 from sglang_inflight.sglang_types import get_model, get_parallel
 from sglang_inflight.tensor_digest import digest_of_all, digests
@@ -64,6 +65,7 @@ _LANGUAGE_MODEL = frozenset(
 # ---- while SGLang loads --------------------------------------------------------------
 
 
+@hook(f"{LORA}.initialize_weights", AROUND)
 def read_weights(read: Callable[..., None], adapter: PatchedLoRAAdapter) -> None:
     """Read the adapter's files into memory of its own. Raise ``ValueError`` if they change.
 
@@ -77,6 +79,7 @@ def read_weights(read: Callable[..., None], adapter: PatchedLoRAAdapter) -> None
         raise ValueError(f"the files in {adapter.config.path!r} changed while they were read")
 
 
+@hook(f"{LORA}._process_weight", AROUND)
 def take(
     process: Callable[..., None],
     adapter: PatchedLoRAAdapter,
@@ -107,6 +110,8 @@ def take(
     vars(adapter).setdefault("inflight_received", []).append(kept)
 
 
+@hook(f"{LORA}.normalize_qkv_proj", AROUND)
+@hook(f"{LORA}.normalize_gate_up_proj", AROUND)
 def merge(
     merge: Callable[..., None],
     adapter: PatchedLoRAAdapter,

@@ -6,6 +6,9 @@ Reasons to refuse are checked first, and are the same on every rank.
 
 After a load the front end has each rank check the adapter (``adapter_weights.py``), on a thread of
 its own. Ranks answer for themselves, and one refusal unloads the adapter on all.
+
+This module hooks ``Scheduler.load_lora_adapter``, ``load_lora_adapter_from_tensors`` and
+``unload_lora_adapter``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_inflight.hooking import AROUND, SCHEDULER, hook
 from sglang_inflight.messages import (
     ADAPTER_IN_USE,
     AdapterChecked,
@@ -75,22 +79,26 @@ class Adapters:
                 if scheduler.enable_lora:
                     _check_first(self._maybe_manager, lora_id, name)
 
+    @hook(f"{SCHEDULER}.load_lora_adapter", AROUND, via="inflight.adapters")
+    @hook(f"{SCHEDULER}.load_lora_adapter_from_tensors", AROUND, via="inflight.adapters")
     def load(
-        self, load: Callable[[], LoRAUpdateOutput], request: LoadAdapterRequest
+        self,
+        load: Callable[[LoadAdapterRequest], LoRAUpdateOutput],
+        recv_req: LoadAdapterRequest,
     ) -> LoRAUpdateOutput:
         """Call SGLang's handler, and note the adapter's version.
 
         Raise ``RankFailed`` on ranks without a socket: SGLang would not see their result.
         """
-        result = load()
-        lora_id = request.lora_id
+        result = load(recv_req)
+        lora_id = recv_req.lora_id
         # our front end gives each load an id
         if lora_id is None or self._maybe_manager is None:
             return result
         manager = self._maybe_manager
         if result.success:
-            name = getattr(request, "adapter", request.lora_name)
-            version = getattr(request, "adapter_version", FIRST_ADAPTER_VERSION)
+            name = getattr(recv_req, "adapter", recv_req.lora_name)
+            version = getattr(recv_req, "adapter_version", FIRST_ADAPTER_VERSION)
             self.versions.remember(lora_id, AdapterLabel(name, version))
             self._scheduler.kv_event_lora_names.register(lora_id=lora_id, lora_name=name)
             return result
@@ -123,20 +131,23 @@ class Adapters:
         else:
             self._answers.succeed(call, AdapterChecked(digest=digest))
 
+    @hook(f"{SCHEDULER}.unload_lora_adapter", AROUND, via="inflight.adapters")
     def unload(
-        self, unload: Callable[[], LoRAUpdateOutput], request: UnloadLoRAAdapterReqInput
+        self,
+        unload: Callable[[UnloadLoRAAdapterReqInput], LoRAUpdateOutput],
+        recv_req: UnloadLoRAAdapterReqInput,
     ) -> LoRAUpdateOutput:
         """Call SGLang's handler, unless requests use the adapter: that would end SGLang.
 
         The front end counts an adapter's requests, but misses those of a dead tokenizer worker.
         """
-        if request.lora_id is not None and (users := self._requests_of(request.lora_id)):
+        if recv_req.lora_id is not None and (users := self._requests_of(recv_req.lora_id)):
             return self._manager.create_lora_update_result(
                 success=False, error_message=f"{len(users)} {ADAPTER_IN_USE}"
             )
-        result = unload()
-        if result.success and request.lora_id is not None:
-            self.versions.forget(request.lora_id)
+        result = unload(recv_req)
+        if result.success and recv_req.lora_id is not None:
+            self.versions.forget(recv_req.lora_id)
         return result
 
     def admit(self, req: Req) -> None:

@@ -19,11 +19,14 @@ exchanges counts by a collective of its own.
 
 All ranks make the same passes, and the same exchange in each pass: the choice depends only on calls
 taken in before.
+
+This module hooks ``Scheduler.process_input_requests`` and ``MLPSyncBatchInfo``.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,6 +37,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import broadcast_pyobj
 
+from sglang_inflight.hooking import AFTER, AROUND, EXCHANGE, SCHEDULER, hook
 from sglang_inflight.messages import CALLS
 from sglang_inflight.sglang_types import get_parallel
 
@@ -110,7 +114,11 @@ class ControlSync:
         """Whether a received call is not taken in yet."""
         return bool(self._waiting)
 
-    def take(self, requests: list[Any]) -> list[Any]:
+    @hook(f"{SCHEDULER}.process_input_requests", AROUND, via=lambda _: CONTROL_SYNC)
+    def process(self, process: Callable[[list[Any]], None], recv_reqs: list[Any]) -> None:
+        process(self._take(recv_reqs))
+
+    def _take(self, requests: list[Any]) -> list[Any]:
         """Return other ``requests``, and the waiting calls received by all ranks.
 
         Called at a boundary.
@@ -127,11 +135,13 @@ class ControlSync:
         self._taken += len(due)
         return [each for each in requests if not isinstance(each, _TOGETHER)] + due
 
-    def append_count(self, row: torch.Tensor) -> torch.Tensor:
+    @hook(f"{EXCHANGE}._get_local_tensor", AFTER, via=lambda _: CONTROL_SYNC)
+    def append_count(self, row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Append this rank's count to ``row``, its row in SGLang's exchange."""
         return self._with(row, self._received)
 
-    def count_for_absent_rank(self, row: torch.Tensor) -> torch.Tensor:
+    @hook(f"{EXCHANGE}._get_fallback_tensor", AFTER, via=lambda _: CONTROL_SYNC)
+    def count_for_absent_rank(self, row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Append a count to ``row``, the row of an absent rank, that delays no other rank."""
         return self._with(row, _ALL)
 
@@ -139,10 +149,15 @@ class ControlSync:
         return torch.cat([row, row.new_tensor([count])]) if self.is_needed else row
 
     def take_counts(self, exchanged: MLPSyncBatchInfo) -> None:
-        """Read the counts off ``exchanged``, with a row per attention DP group's first rank."""
         if self.is_needed:
             self._received_by_all = int(exchanged.tp0_info_cpu[:, -1].min())
             self._has_exchanged = True
 
 
-CONTROL_SYNC = ControlSync()
+CONTROL_SYNC: ControlSync = ControlSync()
+
+
+@hook(f"{EXCHANGE}.all_gather", AFTER)
+def take_counts(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any) -> None:
+    """Read the counts off ``exchanged``, with a row per attention DP group's first rank."""
+    CONTROL_SYNC.take_counts(exchanged)

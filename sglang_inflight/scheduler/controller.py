@@ -1,4 +1,8 @@
-"""Our one object in each scheduler process, called by patches and hooks."""
+"""Our one object in each scheduler process, called by patches and hooks.
+
+This module hooks the scheduler's choice of a batch, its launch, its queue and its aborts. It also
+hooks the copies of KV between the device's and the host's tier.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
+from sglang.srt.managers.schedule_batch import NextBatchPlan
+from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
+from sglang_inflight.hooking import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    DECODE,
+    PROCESSOR,
+    SCHEDULER,
+    SENDER,
+    TRANSFERS,
+    hook,
+    with_us,
+)
 from sglang_inflight.messages import (
     CancelReleaseCall,
     CheckAdapterCall,
@@ -78,11 +97,10 @@ from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types import get_memory, get_model
+from sglang_inflight.sglang_types import get_memory, get_model, get_parallel
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.l2_transfer import L2Transfer
     from sglang.srt.server_args import PortArgs
@@ -110,10 +128,10 @@ class Controller:
         boundary = self._boundary = Boundary(scheduler, metrics)
         NAMES.bind(scheduler, boundary.requests)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
-        kv_versions = self._kv_versions = KVVersions(scheduler)
+        kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
-        self._captured = CapturedRows(scheduler)
+        self.captured = CapturedRows(scheduler)
         self.fence = PrefixFence(boundary)
         self.handover = Handover(
             scheduler,
@@ -258,7 +276,29 @@ class Controller:
         self.hold.count_turn(held=held)
         return held
 
-    def admit(self, schedule: Callable[[], Any]) -> Any:
+    @hook(f"{SCHEDULER}.get_next_batch_to_run", AROUND, via="inflight")
+    def choose_batch(self, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Choose a batch of the version whose turn it is; launch nothing in a held turn.
+
+        A pipeline's loop calls only this method between messages and launch.
+        """
+        if get_parallel().pp_size == 1:
+            return self.turns.choose(
+                lambda running, last: choose(running_batch=running, last_batch=last)
+            )
+        scheduler = self._scheduler
+        if self.holds_the_turn():
+            return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
+        # a deferred call may have retracted the batches that the loop passed in
+        return choose(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+
+    @hook(f"{SCHEDULER}.get_new_batch_prefill", AROUND, via="inflight")
+    @hook(
+        f"{DECODE}.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch",
+        AROUND,
+        via="inflight",
+    )
+    def admit(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``schedule``, and show it only the requests that may run now.
 
         ``schedule`` moves requests with a compiled grammar to the waiting queue, and chooses the
@@ -267,7 +307,7 @@ class Controller:
         is_draining = self.pause.state is PauseState.DRAINING
         boundary = self._boundary
         if not is_draining and not self.turns.are_taken and not boundary.are_ending:
-            return schedule()
+            return schedule(*args, **kwargs)
 
         def is_held(req: Req) -> bool:
             if boundary.is_ending(req) or not self.turns.admits(req):
@@ -280,50 +320,62 @@ class Controller:
         without_grammar = [req for req in grammars.grammar_queue if is_held(req)]
         grammars.grammar_queue = [req for req in grammars.grammar_queue if not is_held(req)]
         try:
-            return schedule()
+            return schedule(*args, **kwargs)
         finally:
             scheduler.waiting_queue = held + scheduler.waiting_queue
             grammars.grammar_queue = without_grammar + grammars.grammar_queue
 
-    def ask_for_kv(self, ask: Callable[[], Any]) -> Any:
+    @hook(f"{DECODE}.DecodePreallocQueue.pop_preallocated", AROUND, via="scheduler.inflight")
+    def ask_for_kv(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``ask``, and show it only the requests that may run now.
 
         ``ask`` chooses the requests whose KV the prefill server is to send.
         """
         if self.pause.state is not PauseState.DRAINING:
-            return ask()
+            return ask(*args, **kwargs)
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         held = [entry for entry in prealloc.queue if not self.pause.admits(entry.req)]
         prealloc.queue = [entry for entry in prealloc.queue if self.pause.admits(entry.req)]
         try:
-            return ask()
+            return ask(*args, **kwargs)
         finally:
             prealloc.queue = prealloc.queue + held
 
-    def enqueue(self, req: Req) -> bool:
-        """Prepare a request, new or retracted, for the waiting queue.
-
-        Return False if the request was ended instead: its version contract does not hold.
-        """
+    @hook(f"{SCHEDULER}._add_request_to_queue", AROUND, via="inflight")
+    def enqueue(self, add: Callable[..., None], req: Req, *args: Any, **kwargs: Any) -> None:
+        """Prepare a request, new or retracted, and queue it unless its contract does not hold."""
         self._prepare(req)
-        return self.contracts.admits(req)
+        if self.contracts.admits(req):
+            add(req, *args, **kwargs)
 
     def _prepare(self, req: Req) -> None:
         self.turns.enqueue(req)
         self.fence.admit(req)
         self.adapters.admit(req)
 
-    def before_abort(self, request: AbortReq) -> bool:
-        """End the requests that SGLang's abort misses.
+    @hook(f"{SCHEDULER}.abort_request", AROUND, via="inflight")
+    def abort_own_requests(self, abort: Callable[[AbortReq], None], recv_req: AbortReq) -> None:
+        """End the requests that SGLang's abort misses. Another worker's requests stay."""
+        if not self._boundary.requests.is_of_another_worker(recv_req):
+            self._boundary.abort_waiting(recv_req)
+            abort(recv_req)
 
-        Return False where SGLang's abort must not run: another worker owns the request.
-        """
-        if self._boundary.requests.is_of_another_worker(request):
-            return False
-        self._boundary.abort_waiting(request)
-        return True
+    # the sender to the detokenizer has no controller
+    @hook(f"{SENDER}.send_output", AROUND, order=1, via="inflight", when=with_us)
+    def end_with_output(
+        self,
+        send: Callable[..., None],
+        output: Any,
+        recv_obj: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """End an aborted request by its last output, if it has made tokens."""
+        is_abort = isinstance(output, AbortReq) and isinstance(recv_obj, AnyRequest)
+        if not is_abort or not self._abort_with_output(recv_obj, output):
+            send(output, recv_obj, *args, **kwargs)
 
-    def abort_with_output(self, req: Req, abort: AbortReq) -> bool:
+    def _abort_with_output(self, req: Req, abort: AbortReq) -> bool:
         """Send the abort together with the output of ``req``. Return False if there is none."""
         streamer = self._scheduler.output_streamer
         if not streamer.is_generation or not has_made_something(req):
@@ -331,49 +383,46 @@ class Controller:
         finish_with_output(streamer, req, abort)
         return True
 
-    def enqueue_again(self, req: Req) -> None:
+    @hook(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.optimistic_release_and_requeue",
+        AFTER,
+        via="inflight",
+    )
+    def enqueue_again(self, _: None, req: Req) -> None:
         """Prepare ``req``, queued again on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
         forget(req)
         self._prepare(req)
         self.contracts.check([req])
 
-    def launch(self, batch: ScheduleBatch, launch: Callable[[], Any]) -> Any:
+    @hook(f"{SCHEDULER}.run_batch", AROUND, via="inflight")
+    def launch(
+        self, run: Callable[..., Any], batch: ScheduleBatch, *args: Any, **kwargs: Any
+    ) -> Any:
         """Launch the forward of ``batch``, and record the version of the KV that it writes."""
-        self._kv_versions.record_launch(batch, self.turns.label)
-        return self.turns.launch(launch)
+        self.kv_versions.record_launch(batch, self.turns.label)
+        return self.turns.launch(lambda: run(batch, *args, **kwargs))
 
-    def follow_to_host(self, transfers: list[L2Transfer]) -> None:
+    # before a controller is there, the KV is of the first weights and needs no record
+    @hook(f"{TRANSFERS}.submit_device_to_host", BEFORE, via="inflight", when=with_us)
+    def follow_to_host(self, transfers: list[L2Transfer], *args: Any, **kwargs: Any) -> None:
         """Copy the versions of KV slots to the host's tier, before SGLang copies the KV.
 
         ``transfers`` may include other pools than the KV's: other pools have no versions.
         """
         for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
-            self._kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)
+            self.kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)
 
-    def follow_from_host(self, transfers: list[L2Transfer]) -> None:
+    @hook(f"{TRANSFERS}.submit_host_to_device", BEFORE, via="inflight", when=with_us)
+    def follow_from_host(self, transfers: list[L2Transfer], *args: Any, **kwargs: Any) -> None:
         """Copy the versions of KV slots back to the device, before SGLang copies the KV."""
         for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
-            self._kv_versions.follow_from_host(transfer.host_indices, transfer.device_indices)
+            self.kv_versions.follow_from_host(transfer.host_indices, transfer.device_indices)
 
-    def back_up(self, req: Req) -> None:
-        """Keep the KV versions of ``req``, before a decode server moves its KV to the host."""
-        self._kv_versions.back_up(req)
-
-    def restore(self, req: Req) -> None:
-        """Restore the KV versions of ``req``, before its KV returns to the device."""
-        self._kv_versions.restore(req)
-
-    def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
-        """Record the KV version of ``tokens``, one list for each of ``reqs``.
-
-        A speculative forward has brought these tokens.
-        """
-        self._kv_versions.record_taken(reqs, tokens, behind=self.versions.changes_behind)
-
-    def before_caching(self, req: Req) -> None:
-        """Keep what the prefill of ``req`` captured, before the prefix cache takes its slots."""
-        self._captured.keep_last(req)
+    @hook(f"{PROCESSOR}._resolve_spec_v2_tokens", AFTER, via="req_to_token_pool.inflight")
+    def record_taken(self, tokens: list[list[int]], result: object, batch: ScheduleBatch) -> None:
+        """Record the KV version of ``tokens``, a list for each request of a speculative forward."""
+        self.kv_versions.record_taken(batch.reqs, tokens, behind=self.versions.changes_behind)
 
     def before_release(self, req: Req) -> None:
         """Read what the slots of ``req`` tell, before its row of KV slots is freed.
@@ -382,37 +431,21 @@ class Controller:
         The first reading counts: by a later one the prefix cache may have changed the row.
         """
         if not req.finished():
-            self._captured.keep(req)
+            self.captured.keep(req)
         elif record_of(req).kv_versions is None:
-            record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
-
-    def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
-        """End a request of a streaming session by calling ``keep``, and return its result.
-
-        ``keep`` leaves the request's KV to the session's next request, if it can. KV that is
-        fenced off is released instead: the next request recomputes its history.
-        """
-        session = req.session
-        is_kept = keep()
-        if is_kept and session is not None and record_of(req).is_fenced_off:
-            self._scheduler.tree_cache.release_session(session.session_id)
-        return is_kept
+            record_of(req).kv_versions = self.kv_versions.read(req, self.versions.label)
 
     def before_last_outputs(self, reqs: list[Req]) -> None:
         """Complete the captured rows of finished requests, before their outputs are built."""
         for req in reqs:
             if req.finished() and not req.finished_output:
-                self._captured.put_back(req)
+                self.captured.put_back(req)
 
     def before_output(self, reqs: list[Req]) -> None:
         """Observe the version lag of finished requests, before their outputs are sent."""
         for req in reqs:
             if req.finished():
                 self.staleness.observe(req, self.versions.epoch)
-
-    def after_result(self, batch: ScheduleBatch) -> None:
-        """Update the version's label, after the result of ``batch`` was processed."""
-        self.versions.after_result(batch)
 
     # ---- handlers ------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ A request whose grammar allows no token ends alone, without its batch.
 **Sampling masks**: SGLang computes the prompt of ``n`` samples first, by a request of no new
 tokens. A batch of such requests samples nothing and has no masks, and SGLang ends a request without
 its mask.
+
+This module hooks ``Req``, ``Session``, ``StreamingSession``, ``ScheduleBatch``, ``ForwardBatch``,
+SGLang's penalizers, ``SamplingBatchInfo`` and ``SchedulerBatchResultProcessor``.
 """
 
 from __future__ import annotations
@@ -49,6 +52,17 @@ from sglang.srt.layers.logits_processor import SamplingMaskStatus
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_inflight.hooking import (
+    AFTER,
+    AROUND,
+    PENALTIES,
+    PROCESSOR,
+    REQ,
+    SAMPLING,
+    SCHEDULER,
+    hook,
+)
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
@@ -93,6 +107,7 @@ def look_for_embeddings(scheduler: Scheduler) -> None:
     TokenEmbeddings.are_known = all(_embedding_of(r.model) is not None for r in runners)
 
 
+@hook(f"{REQ}.reset_for_retract", AROUND)
 def keep_output(reset: Callable[[Req], None], req: Req) -> None:
     """Keep the output of a request with ``input_embeds``, which SGLang's ``reset`` empties."""
     output_ids, events = req.output_ids, req.weight_version_events
@@ -101,6 +116,7 @@ def keep_output(reset: Callable[[Req], None], req: Req) -> None:
         req.output_ids, req.weight_version_events = output_ids, events
 
 
+@hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", AFTER)
 def embed_tokens(
     forward_batch: ForwardBatch,
     _: object,
@@ -156,6 +172,7 @@ def _embedding_of(model: torch.nn.Module) -> Embed | None:
     return layers[0] if len(layers) == 1 else None
 
 
+@hook(f"{PROCESSOR}._append_prefill_hidden_states", AROUND)
 def append_hidden_states(
     append: Callable[..., int],
     processor: object,
@@ -191,27 +208,40 @@ def append_hidden_states(
     return end
 
 
+# ---- queued again ----------------------------------------------------------------------------
+
+
+@hook(f"{SCHEDULER}._abort_on_queued_limit", AROUND)
+def keep_accepted(limit: Callable[..., bool], scheduler: Scheduler, recv_req: Req) -> bool:
+    """Keep retracted requests in a full queue: they were accepted before."""
+    return not recv_req.is_retracted and limit(scheduler, recv_req)
+
+
 # ---- penalties -------------------------------------------------------------------------------
 
 
+@hook(f"{PENALTIES}.frequency_penalty.BatchedFrequencyPenalizer._prepare", AFTER)
 def count_frequencies(_: None, penalizer: BatchedFrequencyPenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.frequency_penalties[made[0], 0]
         penalizer.cumulated_frequency_penalties.index_put_(made, penalties, accumulate=True)
 
 
+@hook(f"{PENALTIES}.presence_penalty.BatchedPresencePenalizer._prepare", AFTER)
 def note_presence(_: None, penalizer: BatchedPresencePenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.presence_penalties[made[0], 0]
         penalizer.cumulated_presence_penalties.index_put_(made, penalties)
 
 
+@hook(f"{PENALTIES}.repetition_penalty.BatchedRepetitionPenalizer._prepare", AFTER)
 def note_repetition(_: None, penalizer: BatchedRepetitionPenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.repetition_penalties[made[0], 0]
         penalizer.cumulated_repetition_penalties.index_put_(made, penalties)
 
 
+@hook(f"{PENALTIES}.min_new_tokens.BatchedMinNewTokensPenalizer._prepare", AFTER)
 def count_tokens(_: None, penalizer: BatchedMinNewTokensPenalizer) -> None:
     lengths = [[len(req.output_ids)] for req in penalizer.orchestrator.reqs()]
     # avoid a copy to the device, which waits for the stream
@@ -253,6 +283,26 @@ def move_kv_to_turn(sessions: StreamingSession, slot: SessionSlot, req: Req) -> 
     req.lock, slot.lock = slot.lock, None
 
 
+@hook("sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req", AROUND)
+def end_turn(keep: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
+    """Leave a finished request's row to its streaming session; free a retracted one's.
+
+    KV that is fenced off is released: the next request recomputes its history.
+    """
+    slot = sessions.borrowed_slot(req)
+    if slot is None:
+        return keep(sessions, req)
+    if not req.finished():
+        move_kv_to_turn(sessions, slot, req)
+        return False
+    session = req.session
+    is_kept = keep(sessions, req)
+    if is_kept and session is not None and record_of(req).is_fenced_off:
+        sessions.cache.release_session(session.session_id)
+    return is_kept
+
+
+@hook("sglang.srt.session.session_controller.Session.create_req", AFTER)
 def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) -> None:
     """Detach a refused turn from its session, so that it neither ends nor frees the running turn.
 
@@ -262,6 +312,7 @@ def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) 
         req.session = None
 
 
+@hook("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode", AFTER)
 def end_turns_of_aborted(retracted: tuple[list[Req], float, list[Req]], *args: object) -> None:
     """End the session's turn for requests aborted for lack of memory, so that the next may run."""
     _, _, given_up = retracted
@@ -330,6 +381,7 @@ def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: Abort
 # ---- no token sampled ------------------------------------------------------------------------
 
 
+@hook(f"{PROCESSOR}.materialize_sampling_mask_output", AFTER)
 def mask_nothing(_: None, reqs: list[Req], output: LogitsProcessorOutput | None) -> None:
     """Give each request of a batch that sampled nothing a list of no masks."""
     if output is None or not all(req.is_prefill_only for req in reqs):
@@ -343,6 +395,8 @@ def mask_nothing(_: None, reqs: list[Req], output: LogitsProcessorOutput | None)
 # ---- no token allowed ------------------------------------------------------------------------
 
 
+@hook(f"{SAMPLING}.apply_logits_bias", AFTER)
+@hook(f"{SAMPLING}.apply_logits_bias_with_observer", AFTER)
 def unmask_rows_without_tokens(
     _: object, info: SamplingBatchInfo, logits: torch.Tensor, *args: object
 ) -> None:

@@ -3,24 +3,33 @@
 A pause holds the loop, also the pause while memory is released. Weights that cannot be served hold
 it, because hollow or partially written weights make wrong tokens. In a pipeline a call that waits
 for microbatches in flight holds it too.
+
+This module hooks ``Scheduler.on_idle``, ``is_fully_idle``, ``_collect_inflight_batches`` and
+``_poll_timeout_aborts``.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_inflight.hooking import AROUND, SCHEDULER, hook
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import CONTROL_SYNC
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain, SkippedTurns
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
     from sglang_inflight.sglang_types import Scheduler
 
 
@@ -88,6 +97,49 @@ class Hold:
         self._pause.report_alive()
         self._pause.sleep()
         return True
+
+    @hook(f"{SCHEDULER}._poll_timeout_aborts", AROUND, via="inflight.hold")
+    def stop_clocks(self, poll: Callable[[], list[Any]]) -> list[Any]:
+        """Time out no request while a pause or an update holds it. Leases still expire."""
+        aborts = [] if self.is_on else poll()
+        return [*aborts, *self._pause.times_over()]
+
+    @hook(f"{SCHEDULER}.on_idle", AROUND, via="inflight.hold")
+    def skip_idle_work(self, idle: Callable[[], None]) -> None:
+        """Skip SGLang's idle work while a turn is held or a control call waits.
+
+        A pipeline's loop without a launch counts as idle, and its pools would fail the idle check.
+        An idle loop may also sleep until a message comes, before it takes in the waiting call.
+        """
+        if not self.keeps_back_requests and not CONTROL_SYNC.is_waiting:
+            idle()
+
+    @hook(f"{SCHEDULER}._collect_inflight_batches", AROUND, via="inflight.hold")
+    def include_held_batches(
+        self, collect: Callable[[], list[ScheduleBatch | None]]
+    ) -> list[ScheduleBatch | None]:
+        """Add a parked version's batches, and the prefilled requests of held microbatches."""
+        return [*collect(), *self._held_batches()]
+
+    @hook(f"{SCHEDULER}.is_fully_idle", AROUND, via="inflight.hold")
+    def is_idle(self, is_fully_idle: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Return False for a health check while the loop is held, so that it waits for no forward.
+
+        Also return False while a pipeline owes a turn to prefilled requests.
+        """
+        if kwargs.get("for_health_check") and self.is_on:
+            return False
+        if any(not req.finished() for batch in self._held_batches() for req in batch.reqs):
+            return False
+        return is_fully_idle(*args, **kwargs)
+
+    def _held_batches(self) -> list[ScheduleBatch]:
+        return [*self._boundary.requests.parked_batches, *self._held_microbatches()]
+
+    def _held_microbatches(self) -> list[ScheduleBatch]:
+        if get_parallel().pp_size == 1 or not self.keeps_back_requests:
+            return []
+        return [batch for batch in self._scheduler.last_mbs if batch is not None]
 
     def count_turn(self, *, held: bool) -> None:
         """Count a pipeline's turn, which launches nothing if ``held``."""

@@ -15,6 +15,8 @@ A stranger can open connections faster than ``HANDSHAKE_S`` ends them. Each hold
 and some kilobytes, and costs libzmq's I/O thread a handshake: answers then come late. A reader of
 the collectives' traffic can read the key, as all else between ranks. SGLang already requires that
 network to be private.
+
+This module hooks ``Scheduler.init_ipc_channels``.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import _get_default_store
 
 import sglang_inflight
+from sglang_inflight.hooking import BEFORE, SCHEDULER, hook
 from sglang_inflight.livepatch import load_series
 from sglang_inflight.messages import ANSWERS, GenerationContinues, Pulse, RankAnswer, RankIsSilent
 from sglang_inflight.settings import PREFIX, Settings
@@ -295,9 +298,11 @@ def _means_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def check_nodes_match() -> None:
+@hook(f"{SCHEDULER}.init_ipc_channels", BEFORE)
+def check_nodes_match(scheduler: object, *args: object, **kwargs: object) -> None:
     """Compare the code and settings of all nodes. Raise ``Unsupported`` if a node differs.
 
+    This runs right after the rendezvous, before steps of different length on each node.
     A silent node also raises. The ranks compare through the store of their rendezvous: a
     collective would hang on a node without SGLang Inflight.
     """

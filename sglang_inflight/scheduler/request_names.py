@@ -9,12 +9,14 @@ The rank with the workers' socket decides, before other ranks receive the messag
 the ranks of a pipeline have processed different results, and would decide differently. Each replica
 decides for itself. Requests of one ``rid`` in two replicas meet only in the detokenizer, and there
 ``frontend/workers/hooks.py`` tells the workers apart.
+
+This module hooks ``SchedulerRequestReceiver._pull_raw_reqs``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.mm_utils import discard_shm_features
 
+from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.sglang_types import get_serving
 
 if TYPE_CHECKING:
@@ -58,12 +61,18 @@ class RequestNames:
     def bind(self, scheduler: Scheduler, requests: Requests) -> None:
         self._scheduler, self._requests = scheduler, requests
 
-    def take(self, messages: list[Any] | None) -> list[Any] | None:
-        """Return the accepted ``messages``, in their order. Refused requests are answered here.
+    @hook(
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+        "._pull_raw_reqs",
+        AROUND,
+        via=lambda _: NAMES,
+    )
+    def take(self, pull: Callable[[], list[Any] | None]) -> list[Any] | None:
+        """Return the accepted of the pulled messages. Refused requests are answered here.
 
         ``None`` passes as it is, and so do all messages on ranks without the socket.
         """
-        scheduler = self._scheduler
+        scheduler, messages = self._scheduler, pull()
         if not messages or scheduler is None or get_serving().tokenizer_worker_num == 1:
             return messages
         if scheduler.ipc_channels.send_to_tokenizer.socket is None:
@@ -123,4 +132,4 @@ def _rids(message: Any) -> Iterator[str]:
             yield each.rid
 
 
-NAMES = RequestNames()
+NAMES: RequestNames = RequestNames()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
 import os
@@ -17,12 +16,9 @@ from typer.testing import CliRunner
 
 from harness.marker import CONFIG
 from harness.starting import forked_children
-from sglang_inflight import doctor, unsupported
+from sglang_inflight import doctor, hooking, unsupported
 from sglang_inflight.cli import app
-from sglang_inflight.frontend import tokenizer_hooks
-from sglang_inflight.frontend.engine import hooks as engine_hooks
-from sglang_inflight.plugin import HOOK_LISTS, RAY_HOOKS
-from sglang_inflight.scheduler import hooks as scheduler_hooks
+from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
 from sglang_inflight.scheduler.update import cost
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
@@ -46,27 +42,26 @@ def test_doctor_checks_every_hook() -> None:
     report = doctor.report()
     assert report.healthy, report.problems
     # without Ray, SGLang's launchers on Ray are neither imported nor hooked
-    lists = (*HOOK_LISTS, *([RAY_HOOKS] if find_spec("ray") else []))
+    modules = (*HOOK_MODULES, *([RAY_HOOKS] if find_spec("ray") else []))
     assert [(hook.target, hook.kind) for hook in report.hooks] == [
-        (target, kind.name)
-        for name in lists
-        for target, _, kind in importlib.import_module(name).HOOKS
+        (target, kind.name) for target, _, kind in hooking.hooks_of(modules)
     ]
 
 
 @pytest.mark.parametrize(
-    ("hooks", "target", "reason"),
+    ("module", "target", "reason"),
     [
-        (scheduler_hooks, "sglang.srt.managers.scheduler.Scheduler.run_bach", "run_bach"),
-        (tokenizer_hooks, "sglang.srt.no_such_module.TokenizerManager.run", "no_such_module"),
-        (engine_hooks, "sglang.version.__version__", "it is a str"),
+        ("scheduler.fixes", "sglang.srt.managers.scheduler.Scheduler.run_bach", "run_bach"),
+        ("frontend.spans", "sglang.srt.no_such_module.TokenizerManager.run", "no_such_module"),
+        ("frontend.engine.hooks", "sglang.version.__version__", "it is a str"),
     ],
 )
 def test_unresolvable_hook_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, hooks: object, target: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, module: str, target: str, reason: str
 ) -> None:
-    (_, hook, kind), *_ = hooks.HOOKS  # type: ignore[attr-defined]
-    monkeypatch.setattr(hooks, "HOOKS", [(target, hook, kind)])
+    name = f"sglang_inflight.{module}"
+    (_, hook, kind), *_ = hooking.hooks_of([name])
+    monkeypatch.setitem(hooking._declared, name, [(0, hooking.Hook(target, hook, kind))])
     seen = CliRunner().invoke(app, ["doctor", "--json"])
     (problem,) = json.loads(seen.stdout)["problems"]
     assert (seen.exit_code, target in problem, reason in problem) == (1, True, True)

@@ -157,7 +157,7 @@ def send(prefill: Server, *, reused: int = 0) -> None:
     )
     prefill.kv_versions.record_launch(batch)
     req.output_ids.append(7)
-    prefill.handover.send(req)
+    prefill.handover.send(req, True)
     prefill.scheduler.disagg_metadata_buffers.set_buf(req)
 
 
@@ -166,7 +166,7 @@ def receive(decode: Server, *, of_own_cache: int = 0) -> Req:
     req.kv.cache_protected_len = of_own_cache
     decode.live.add(req)
     decode_req: Any = SimpleNamespace(req=req, metadata_buffer_index=1)
-    decode.handover.receive(lambda: req.output_ids.append(7), decode_req)
+    decode.handover.receive(lambda _: req.output_ids.append(7), decode_req)
     return req
 
 
@@ -249,7 +249,7 @@ def test_reprefilled_request_keeps_token_versions(buffers: MetadataBuffers) -> N
     decode.versions.begin_epoch("v1")
     send(prefill)
 
-    def commit() -> None:
+    def commit(_: object) -> None:
         req.output_ids.append(9)
         req.pd_rebootstrap_forced_output_id = None
 

@@ -6,10 +6,15 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.plugin import every_hook
+import sglang_inflight
+from sglang_inflight import hooking
+from sglang_inflight.hooking import Hook, hooks_of
+from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS, every_hook
 
+PACKAGE = Path(sglang_inflight.__file__).parent
 LEDGER = Path(__file__).parents[2] / "patches" / "README.md"
 
 
@@ -24,3 +29,23 @@ def test_no_function_has_two_hooks_around_it() -> None:
     """SGLang warns of a second one at every start."""
     around = Counter(target for target, _, kind in every_hook() if kind is HookType.AROUND)
     assert [target for target, count in around.items() if count > 1] == []
+
+
+def test_every_module_that_declares_hooks_is_installed() -> None:
+    declaring = {
+        ".".join((PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts))
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"^ *@hook\(|^hook_each\(", file.read_text(), re.MULTILINE)
+    }
+    assert declaring == {*HOOK_MODULES, RAY_HOOKS}
+
+
+def test_order_of_modules_does_not_order_hooks() -> None:
+    assert hooks_of(reversed((*HOOK_MODULES, RAY_HOOKS))) == every_hook()
+
+
+def test_two_hooks_of_one_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [(0, Hook("a.b", print, HookType.AROUND)), (0, Hook("a.b", repr, HookType.AFTER))]
+    monkeypatch.setitem(hooking._declared, hooking.__name__, twice)
+    with pytest.raises(ValueError, match=r"two hooks on a\.b have the order 0"):
+        hooks_of([hooking.__name__])

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 
-from sglang_inflight.scheduler import hooks, host_tier
+from sglang_inflight.plugin import every_hook
+from sglang_inflight.scheduler import host_tier
 from sglang_inflight.scheduler.controller import Controller
 
 NONE, SLOTS, WINDOW = torch.tensor([]), torch.tensor([1, 2]), torch.tensor([70, 80])
@@ -63,10 +64,16 @@ def test_versions_follow_only_kv_to_host_tier(
     cache: Any = SimpleNamespace(cache_controller=copier)
     any_controller: Any = controller
     any_controller._scheduler = SimpleNamespace(tree_cache=cache)
-    any_controller._kv_versions = recorder = Recorder()
+    any_controller.kv_versions = recorder = Recorder()
     engine: Any = SimpleNamespace(inflight=controller)
     pools = [] if window is None else [PoolTransfer(PoolName.SWA, window, window)]
-    hooks.follow_to_host(engine, copier._l2_transfers(kv, kv, pools))
-    hooks.follow_from_host(engine, copier._l2_load_transfers(kv, kv, pools))
+    called = {target.rpartition(".")[2]: function for target, function, _ in every_hook()}
+    for follow, transfers in (
+        (called["submit_device_to_host"], copier._l2_transfers(kv, kv, pools)),
+        (called["submit_host_to_device"], copier._l2_load_transfers(kv, kv, pools)),
+    ):
+        follow(engine, transfers)
+        # before the controller is there
+        follow(SimpleNamespace(), transfers)
     slots = kv.tolist()
     assert recorder.copies == ([("to", slots), ("from", slots)] if slots else [])

@@ -12,14 +12,9 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from sglang_inflight import inactive
-from sglang_inflight.frontend.hook_guard import (
-    after_if_active,
-    before_if_active,
-    replace_if_active,
-    wrap_if_active,
-)
 from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, mount
 from sglang_inflight.frontend.http.refused_fields import find_our_fields
+from sglang_inflight.hooking import AFTER, AROUND, BEFORE, REPLACE, _as_called, with_us
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_refused
 from sglang_inflight.vocabulary.bodies import DiskBody, PauseBody
@@ -86,15 +81,15 @@ def test_hooks_skip_objects_without_frontend() -> None:
     with_frontend, other = _Manager(), _Manager()
     with_frontend.inflight = object()  # type: ignore[attr-defined]
     say = _Manager.say
+    replace, wrap, before, after = (
+        _as_called(ours, kind, None, with_us)[0] for kind in (REPLACE, AROUND, BEFORE, AFTER)
+    )
     for owner, is_ours in ((with_frontend, True), (other, False), (_Engine(with_frontend), True)):
         called.clear()
-        answers = {
-            replace_if_active(ours)[0](say, owner, "so"),
-            wrap_if_active(ours)[0](say, owner, "so"),
-        }
+        answers = {replace(say, owner, "so"), wrap(say, owner, "so")}
         assert answers == ({"ours"} if is_ours else {"SGLang so"})
-        before_if_active(ours)[0](owner, "so")
-        after_if_active(ours)[0]("result", owner, "so")
+        before(owner, "so")
+        after("result", owner, "so")
         assert called == (
             [(owner, "so"), (say, owner, "so"), (owner, "so"), ("result", owner, "so")]
             if is_ours

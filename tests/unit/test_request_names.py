@@ -60,7 +60,7 @@ class Rank:
         self.refused.append((recv_obj.http_worker_ipc, output.rid or ""))
 
     def take(self, *messages: Any) -> list[Any]:
-        passed = self.names.take([*messages])
+        passed = self.names.take(lambda: [*messages])
         assert passed is not None
         for each in passed:
             if isinstance(each, TokenizedGenerateReqInput):

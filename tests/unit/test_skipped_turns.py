@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.scheduler import hooks
+from sglang_inflight.scheduler import hold
 from sglang_inflight.scheduler.pause.pipeline_drain import SkippedTurns
 
 
@@ -35,29 +35,35 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stage that generates again, in the turn of an empty microbatch. The other microbatch has a
     prefilled request in no batch visible to SGLang.
     """
-    monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(pp_size=2))
-    inflight = SimpleNamespace(hold=SimpleNamespace(keeps_back_requests=True), parked_batches=[])
+    monkeypatch.setattr(hold, "get_parallel", lambda: SimpleNamespace(pp_size=2))
+    monkeypatch.setattr(hold.Hold, "keeps_back_requests", True)
     last_mbs = [SimpleNamespace(reqs=[Req(finished=True), Req()]), None]
-    return SimpleNamespace(inflight=inflight, last_mbs=last_mbs)
+    held: Any = hold.Hold.__new__(hold.Hold)
+    held._scheduler = SimpleNamespace(last_mbs=last_mbs)
+    held._boundary = SimpleNamespace(requests=SimpleNamespace(parked_batches=[]))
+    return held
 
 
-def test_pipeline_with_a_pending_turn_is_not_idle(stage: Any) -> None:
-    def sglang_sees_nothing(_: object) -> bool:
-        return True
+def sglang_sees_nothing() -> bool:
+    return True
 
-    assert not hooks.is_idle(sglang_sees_nothing, stage)
-    checked: list[object] = []
-    hooks.skip_idle_work_while_held(checked.append, stage)
+
+def test_pipeline_with_a_pending_turn_is_not_idle(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not stage.is_idle(sglang_sees_nothing)
+    checked: list[str] = []
+    stage.skip_idle_work(lambda: checked.append("idle"))
     assert checked == []
-    assert hooks.include_held_batches(lambda _: [], stage) == [stage.last_mbs[0]]
+    assert stage.include_held_batches(list) == [stage._scheduler.last_mbs[0]]
 
-    stage.inflight.hold.keeps_back_requests = False
-    assert hooks.is_idle(sglang_sees_nothing, stage)
-    hooks.skip_idle_work_while_held(checked.append, stage)
-    assert checked == [stage]
-    assert hooks.include_held_batches(lambda _: [], stage) == []
+    monkeypatch.setattr(hold.Hold, "keeps_back_requests", False)
+    assert stage.is_idle(sglang_sees_nothing)
+    stage.skip_idle_work(lambda: checked.append("idle"))
+    assert checked == ["idle"]
+    assert stage.include_held_batches(list) == []
 
 
 def test_finished_request_keeps_no_pipeline_busy(stage: Any) -> None:
-    stage.last_mbs[0].reqs.pop()
-    assert hooks.is_idle(lambda _: True, stage)
+    stage._scheduler.last_mbs[0].reqs.pop()
+    assert stage.is_idle(sglang_sees_nothing)

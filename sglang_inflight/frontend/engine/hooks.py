@@ -6,18 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
-from sglang_inflight.frontend.hook_guard import has_frontend, wrap_if_active
-from sglang_inflight.unsupported import ask_in_a_launch, launch
+from sglang_inflight.hooking import AROUND, BEFORE, ENGINE, hook, hook_each, with_us
 from sglang_inflight.vocabulary.contracts import FIELDS, fold_into_sampling, given_in
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine
 
-_ENGINE = "sglang.srt.entrypoints.engine.Engine"
 # calls of SGLang's that its Engine has no method for
 _NEW = ("pause_generation", "continue_generation")
 
@@ -47,7 +43,7 @@ def _home(engine: PatchedEngine) -> asyncio.AbstractEventLoop:
     home = getattr(engine.tokenizer_manager, "event_loop", None) or vars(engine).get("loop")
     if home is None:
         raise AttributeError("this engine was not fully constructed, and has no event loop")
-    if not has_frontend(engine):
+    if not with_us(engine):
         return vars(engine).get("loop", home)
     share(home)
     return home
@@ -57,6 +53,7 @@ def _adopt(engine: PatchedEngine, loop: asyncio.AbstractEventLoop) -> None:
     vars(engine)["loop"] = loop
 
 
+@hook(f"{ENGINE}.shutdown", BEFORE)
 def end_what_waits(engine: PatchedEngine) -> None:
     """Fail waiting calls before the ranks are ended: no rank would answer."""
     frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
@@ -64,6 +61,8 @@ def end_what_waits(engine: PatchedEngine) -> None:
         frontend.lifetime.end("the engine was shut down")
 
 
+@hook(f"{ENGINE}.generate", AROUND, when=with_us)
+@hook(f"{ENGINE}.async_generate", AROUND, when=with_us)
 def generate(
     upstreams: Callable[..., Any],
     engine: PatchedEngine,
@@ -78,19 +77,12 @@ def generate(
     return upstreams(engine, prompt, folded, *args, **named)
 
 
-HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_ENGINE}._launch_subprocesses", launch, HookType.AROUND),
-    # SGLang calls this once, after loading plugins and before starting processes
-    (
-        "sglang.srt.parser.template_detection.resolve_auto_parsers",
-        ask_in_a_launch,
-        HookType.BEFORE,
-    ),
-    *((f"{_ENGINE}.{name}", *wrap_if_active(generate)) for name in ("generate", "async_generate")),
-    (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
-    *(
-        (f"{_ENGINE}.{method.name}", method.instead, HookType.AROUND)
+hook_each(
+    __name__,
+    {
+        f"{ENGINE}.{method.name}": method.instead
         for method in METHODS.values()
         if method.is_sglangs and method.name not in _NEW
-    ),
-]
+    },
+    AROUND,
+)

@@ -29,6 +29,7 @@ from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.handlers import Arrival
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
 from sglang_inflight.frontend.http.large_bodies import large_body
+from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.bodies import Body, NoBody, TensorBody
@@ -239,6 +240,7 @@ def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[LoRAUpdateOutp
     return endpoint
 
 
+@hook("sglang.srt.utils.auth.decide_request_auth", AROUND)
 def decide_request_auth(
     decide: Callable[..., Any],
     *,

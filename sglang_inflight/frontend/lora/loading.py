@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.frontend.lora.folder import refuse_irregular
+from sglang_inflight.hooking import AROUND, REPLACE, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
 from sglang_inflight.sglang_types import get_lora
 from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused, list_names
@@ -37,6 +38,8 @@ LOOK_S = 0.2
 Unload = Callable[..., Awaitable[Any]]
 
 
+@hook(f"{TOKENIZER_MANAGER}.load_lora_adapter", AROUND, when=with_us)
+@hook(f"{TOKENIZER_MANAGER}.load_lora_adapter_from_tensors", AROUND, when=with_us)
 async def load_everywhere(
     load: Load, tm: PatchedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
@@ -83,6 +86,7 @@ def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
     return LoadAdapter(**fields, digest=digest)
 
 
+@hook(f"{TOKENIZER_MANAGER}.unload_lora_adapter", AROUND, when=with_us)
 async def refuse_to_unload_in_a_pause(
     unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput, *args: Any
 ) -> Any:
@@ -99,6 +103,7 @@ async def refuse_to_unload_in_a_pause(
     return await unload(tm, obj, *args)
 
 
+@hook(f"{TOKENIZER_MANAGER}._unload_lora_adapter_locked", AROUND, when=with_us)
 async def stop_unloading_in_a_pause(
     unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput
 ) -> Any:
@@ -156,6 +161,7 @@ async def why_no_room(tm: PatchedTokenizerManager) -> str | None:
     return None
 
 
+@hook("sglang.srt.lora.lora_registry.LoRARegistry.lru_lora_name", REPLACE, when=with_us)
 async def find_victim(registry: LoRARegistry, exclude_pinned: bool = False) -> str | None:
     """Replace ``LoRARegistry.lru_lora_name``: spare adapters that came as tensors.
 

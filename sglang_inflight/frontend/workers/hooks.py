@@ -6,9 +6,8 @@ import copy
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_inflight.frontend.workers.folder import ATTRIBUTE
+from sglang_inflight.hooking import AROUND, MULTI_TOKENIZER, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import GenerationContinues, RankIsSilent
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 _owner: Owner | None = None
 
 
+@hook(f"{MULTI_TOKENIZER}.write_to_shared_memory", AROUND)
 def add_owner_endpoint(write: Callable[..., Any], obj: Any, name: str) -> Any:
     """Hook around writing the workers' start arguments: start the owner and add its endpoint."""
     global _owner
@@ -35,6 +35,7 @@ def add_owner_endpoint(write: Callable[..., Any], obj: Any, name: str) -> Any:
     return write((extended, server_args, scheduler_info), name)
 
 
+@hook(f"{MULTI_TOKENIZER}.MultiTokenizerRouter._distribute_result_to_workers", AROUND)
 def route_to_owner(
     distribute: Callable[..., Awaitable[None]], router: object, recv_obj: Any
 ) -> Awaitable[None]:
@@ -44,6 +45,9 @@ def route_to_owner(
     return distribute(router, recv_obj)
 
 
+@hook(
+    "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out", AROUND
+)
 def separate_workers(detokenize: Callable[..., Any], detokenizer: object, recv_obj: Any) -> Any:
     """Hook around detokenizing: make the names of different workers' requests different.
 
@@ -57,20 +61,3 @@ def separate_workers(detokenize: Callable[..., Any], detokenizer: object, recv_o
     output = detokenize(detokenizer, recv_obj)
     output.rids = rids
     return output
-
-
-_MIXIN = "sglang.srt.managers.multi_tokenizer_mixin"
-
-HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_MIXIN}.write_to_shared_memory", add_owner_endpoint, HookType.AROUND),
-    (
-        f"{_MIXIN}.MultiTokenizerRouter._distribute_result_to_workers",
-        route_to_owner,
-        HookType.AROUND,
-    ),
-    (
-        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
-        separate_workers,
-        HookType.AROUND,
-    ),
-]

@@ -1,4 +1,7 @@
-"""Reserves device memory for the shadow, before the KV cache takes the rest."""
+"""Reserves device memory for the shadow, before the KV cache takes the rest.
+
+This module hooks ``Scheduler.init_memory_pools``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 from sglang_inflight import capabilities
+from sglang_inflight.hooking import BEFORE, SCHEDULER, hook
 from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
@@ -18,6 +22,7 @@ from sglang_inflight.scheduler.update.checks.stageable import device_of, why_sta
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
+from sglang_inflight.settings import Settings
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import BadSetting
 
@@ -38,6 +43,14 @@ class Reservation:
 
     mode: StagingMode
     storage: dict[int, ReservedStorage] = field(default_factory=dict)
+
+
+@hook(f"{SCHEDULER}.init_memory_pools", BEFORE)
+def reserve_shadow(scheduler: ReservingScheduler) -> None:
+    settings = Settings.from_environment()
+    scheduler.inflight_reservation = reserve(scheduler, settings.staging)
+    models = loaded_models(scheduler)
+    scheduler.inflight_made = {id(model): MadeByForwards(model) for model in models}
 
 
 def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:

@@ -29,6 +29,8 @@ A decode server has not computed the prompt. Its rows of the prompt's positions 
 server's answer has them.
 
 Memory: one row for each position of a retracted request, until the request's end.
+
+This module hooks ``Req.reset_for_retract``.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
+from sglang_inflight.hooking import AFTER, REQ, hook
 from sglang_inflight.messages import RECORDS, Records
 from sglang_inflight.scheduler.requests import Captured, Rows, record_of
 from sglang_inflight.vocabulary.contracts import custom_param
@@ -159,6 +162,13 @@ class CapturedRows:
             if captured.last is not None:
                 _put(captured.last, found, wanted.start)
         return found
+
+
+@hook(f"{REQ}.reset_for_retract", AFTER, order=1)
+def forget_without_tokens(_: None, req: Req) -> None:
+    """Drop the kept rows of a request that begins anew, after ``fixes.keep_output``."""
+    if not req.output_ids:
+        forget(req)
 
 
 def forget(req: Req) -> None:

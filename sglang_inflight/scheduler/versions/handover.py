@@ -21,6 +21,9 @@ is sent, and a server without this package ignores the note.
 The note lists the KV's positions, those of the prompt, and one more for the first token. A name too
 long for the note is replaced by its hash: a server that knows the name can recognise it. If there
 is still no room, the first parts are merged, without a name.
+
+This module hooks ``send_kv_chunk`` of a prefill server's scheduler, and
+``DecodeTransferQueue._commit_transfer_to_req``.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import torch
 from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
+from sglang_inflight.hooking import AROUND, BEFORE, DECODE, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.contracts import contract_of, describe_broken
@@ -86,8 +90,15 @@ class Handover:
 
     # ---- the prefill server ----------------------------------------------------------
 
-    def send(self, req: Req) -> None:
+    @hook(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        BEFORE,
+        via="inflight.handover",
+    )
+    def send(self, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any) -> None:
         """Write the note, before the last KV of ``req`` and its first token are sent."""
+        if not last_chunk:
+            return
         prompt = self._kv_versions.runs(req, self._versions.label)
         if prompt is None:
             parts = [Part(self._versions.epoch, None, len(req.origin_input_ids))]
@@ -100,12 +111,17 @@ class Handover:
 
     # ---- the decode server -----------------------------------------------------------
 
-    def receive(self, commit: Callable[[], None], decode_req: DecodeRequest) -> None:
+    @hook(
+        f"{DECODE}.DecodeTransferQueue._commit_transfer_to_req",
+        AROUND,
+        via="scheduler.inflight.handover",
+    )
+    def receive(self, commit: Callable[[DecodeRequest], None], decode_req: DecodeRequest) -> None:
         """Read the note, after the KV came. ``commit`` gives the request its first token."""
         req = decode_req.req
         # the token of a re-prefill is thrown away: the request goes on with its former token
         has_first = req.pd_rebootstrap_forced_output_id is None
-        commit()
+        commit(decode_req)
         if req.finished():
             return
         made_by = self._read(decode_req)

@@ -20,6 +20,9 @@ holds it.
 
 A move happens when every result is processed (``Boundary.drain``). So the old adapter made exactly
 the request's tokens at that moment.
+
+This module hooks ``Scheduler.record_weight_version_change``, ``Scheduler.process_batch_result`` and
+``compute_weight_version_spans``.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sglang.srt.utils.weight_versions import WeightVersionEvent, record_weight_version_events
 
+from sglang_inflight.hooking import AFTER, AROUND, REPLACE, SCHEDULER, hook
 from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.sglang_types import get_context, get_serving
@@ -49,6 +53,8 @@ _MARK = "adapter "
 _PINNED = "pinned "
 
 
+# the module that defines it: SGLang then replaces the name in every importing module
+@hook("sglang.srt.utils.weight_versions.compute_weight_version_spans", AROUND)
 def write_spans(
     compute: Callable[..., Any], events: Any, current_version: str, num_output_tokens: int
 ) -> Any:
@@ -122,13 +128,15 @@ class Versions:
         now = self.label
         self._change(VersionLabel(now.epoch + 1, now.version if version is None else version))
 
-    def rename(self, version: str | None) -> None:
-        """Rename the weights in place to ``version``. None keeps the name."""
+    @hook(f"{SCHEDULER}.record_weight_version_change", REPLACE, via="inflight.versions")
+    def rename(self, new_version: str | None) -> None:
+        """Rename the weights in place to ``new_version``. None keeps the name."""
         now = self.label
-        if version is not None and version != now.version:
-            self._change(VersionLabel(now.epoch, version))
+        if new_version is not None and new_version != now.version:
+            self._change(VersionLabel(now.epoch, new_version))
 
-    def after_result(self, batch: ScheduleBatch) -> None:
+    @hook(f"{SCHEDULER}.process_batch_result", AFTER, via="inflight.versions")
+    def after_result(self, _: None, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
         """Apply the labels due after the result of ``batch``; called after every result."""
         while self._pending and self._pending[0][0] is batch:
             self._put(self._pending.pop(0)[1])

@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 from sglang_inflight.frontend.http.vllm.openai_records import OpenAIRecords
 from sglang_inflight.frontend.http.vllm.records import Experts, wants_experts
+from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def note_results(
     return asked.generate(functools.partial(generate, tokenizer_manager), *args)
 
 
+@hook("sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs", AROUND)
 def write_completion_logprobs(
     write: Callable[..., Any],
     input_token_logprobs: Sequence[Logprob] | None = None,
@@ -213,6 +215,10 @@ def write_completion_logprobs(
     return write(input_token_logprobs, outputs, input_top_logprobs, tops, tokenizer)
 
 
+@hook(
+    "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._build_token_logprobs_from_raw",
+    AROUND,
+)
 def build_chat_logprobs(
     build: Callable[..., Any],
     serving: Any,

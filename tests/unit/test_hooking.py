@@ -1,0 +1,71 @@
+"""A collaborator's method is the hook itself, as SGLang's registry calls it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+
+from sglang_inflight.hooking import AFTER, AROUND, BEFORE, REPLACE, _as_called, with_us
+from sglang_inflight.porting.hooks import why_not_hooked
+from sglang_inflight.porting.parameters import Parameters
+from sglang_inflight.porting.source_tree import SourceTree
+
+
+class Collaborator:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before(self, batch: str) -> None:
+        self.seen.append(batch)
+
+    def after(self, result: str, batch: str) -> str:
+        return f"{result}, then {batch}"
+
+    def around(self, run: Any, batch: str) -> str:
+        return f"<{run(batch)}>"
+
+    def instead(self, batch: str) -> str:
+        return f"ours {batch}"
+
+
+class Scheduler:
+    inflight: Any
+
+    def run(self, batch: str) -> str:
+        return f"SGLang {batch}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "answer"),
+    [
+        (BEFORE, "before", "SGLang b"),
+        (AFTER, "after", "SGLang b, then b"),
+        (AROUND, "around", "<SGLang b>"),
+        (REPLACE, "instead", "ours b"),
+    ],
+)
+def test_method_is_called_on_the_object_that_via_leads_to(
+    kind: HookType, name: str, answer: str
+) -> None:
+    ours, scheduler = Collaborator(), Scheduler()
+    scheduler.inflight = SimpleNamespace(turns=ours)
+    method = getattr(Collaborator, name)
+    hook, as_kind = _as_called(method, kind, "inflight.turns", None)
+    assert (_wrap_fn(Scheduler.run, hook, as_kind)(scheduler, "b"), as_kind) == (answer, kind)
+    assert ours.seen == (["b"] if kind is BEFORE else [])
+    # the way may be a function; an object of a server without us is left to SGLang
+    hook, as_kind = _as_called(method, kind, lambda each: each.inflight.turns, with_us)
+    wrapped = _wrap_fn(Scheduler.run, hook, as_kind)
+    assert (wrapped(scheduler, "b"), wrapped(Scheduler(), "b")) == (answer, "SGLang b")
+
+
+def test_hook_with_another_parameter_than_its_target_does_not_fit(tmp_path: Any) -> None:
+    (tmp_path / "theirs.py").write_text("class Scheduler:\n    def run(self, lot): ...\n")
+    tree = SourceTree(tmp_path)
+    for kind, name in ((BEFORE, "before"), (AFTER, "after"), (AROUND, "around")):
+        hook, _ = _as_called(getattr(Collaborator, name), kind, "inflight.turns", None)
+        why = why_not_hooked(tree, "theirs.Scheduler.run", Parameters.of_function(hook), kind.name)
+        assert why == "its parameter 1 is 'lot', our hook's is 'batch'"
