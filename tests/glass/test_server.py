@@ -58,7 +58,7 @@ class Kind:
 NORMAL = "--disable-overlap-schedule"
 BY_REFERENCE = ("disk", "tensor_shared", "tensor_bucket")  # torch pickles no FP8 by value
 DEVICE = {"SGLANG_INFLIGHT_STAGING": "device"}
-MLA = {"model": mla, "build": mla.build}
+MLA: dict[str, Any] = {"model": mla, "build": mla.build}
 # weights and KV larger than a segment of the device's memory
 LARGE = memory_release.MODEL
 # small models of which a start shows little
@@ -180,10 +180,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sleeper(large: Path) -> Iterator[Server]:
-    flags = ("--enable-memory-saver", "--max-total-tokens", str(memory_release.TOKENS))
+    flags = (
+        "--enable-memory-saver", "--max-total-tokens", str(memory_release.TOKENS),
+        "--weight-version", "v0", "--decode-log-interval", "1",
+    )  # fmt: skip
     # otherwise the saver leaves out the graphs' memory
     env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
-    flags = (*flags, "--weight-version", "v0", "--decode-log-interval", "1")
     with serve(large / "v0", *flags, log=large / "log", env=env) as server:
         yield server
         assert server.is_alive()
@@ -223,7 +225,7 @@ def test_adapters_are_replaced_beside_running_requests(tmp_path: Path) -> None:
     )  # fmt: skip
     model = lora.build_model(tmp_path / "model")
     with serve(model, *flags, log=tmp_path / "log") as server:
-        load = {"lora_name": "policy", "lora_path": str(folders[0])}
+        load: dict[str, Any] = {"lora_name": "policy", "lora_path": str(folders[0])}
         succeed(server.post("/load_lora_adapter", load))
         running = start_running(server, 2, tokens=ENDLESS, lora_path="policy")
         load |= {"lora_path": str(folders[1]), "replace": True, "running": "move"}
