@@ -29,6 +29,8 @@ from harness.server import Server, free_port
 from harness.starting import ROOT, end, start
 
 FLATTENED_BUCKET = "flattened_bucket"
+# with the glass card, trainers and servers are on cards, as on GPUs
+BACKEND, DEVICE = ("glass", "glass") if hasattr(torch, "glass") else ("gloo", "cpu")
 
 
 def layout(version: int, model: marker.Model = marker) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Trainer:
             "rank_offset": 1,
             "world_size": 1 + ranks,
             "group_name": group,
-            "backend": "gloo",
+            "backend": BACKEND,
         }
         answered = server.post("/init_weights_update_group", {**body, **more})
         assert answered["status_code"] == 200, answered
@@ -252,10 +254,10 @@ def main() -> None:
         if order["bucket"]:
             for part in split(weights, order["bucket_bytes"]):
                 bucket = FlattenedTensorBucket(named_tensors=part)
-                dist.broadcast(bucket.get_flattened_tensor(), src=0, group=group)
+                dist.broadcast(bucket.get_flattened_tensor().to(DEVICE), src=0, group=group)
             return "sent"
         for _, tensor in weights:
-            dist.broadcast(tensor, src=0, group=group)
+            dist.broadcast(tensor.to(DEVICE), src=0, group=group)
         return "sent"
 
     def act(order: dict[str, Any]) -> str:
@@ -266,7 +268,7 @@ def main() -> None:
             return "joined"
         if order["do"] == "join":
             groups[order["group"]] = init_custom_process_group(
-                backend="gloo",
+                backend=BACKEND,
                 init_method=f"tcp://127.0.0.1:{order['port']}",
                 world_size=order["world_size"],
                 rank=0,
@@ -280,7 +282,7 @@ def main() -> None:
         if order["do"] == "send_tensors":
             content = io.BytesIO(base64.b64decode(order["named"]))
             for _, tensor in torch.load(content):
-                dist.broadcast(tensor, src=0, group=groups[order["group"]])
+                dist.broadcast(tensor.to(DEVICE), src=0, group=groups[order["group"]])
             return "sent"
         return broadcast(order)
 

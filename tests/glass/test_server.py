@@ -32,12 +32,12 @@ from tests.support.load import (
 )
 from tests.support.memory_release import bytes_of, release, resume_memory
 from tests.support.random_operations import act_at_random
-from tests.support.updates import Sender, expect_served, succeed
+from tests.support.updates import Sender, expect_served, succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
 KEEP: dict[str, Any] = {"non_blocking": True, "kv_cache": "keep"}
-SOURCES = ("disk", "tensor", "tensor_shared", "tensor_bucket")
+SOURCES = ("disk", "tensor", "tensor_shared", "tensor_bucket", "distributed", "distributed_bucket")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ plain = pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name, indir
 @pytest.fixture(scope="module")
 def folder(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("versions")
-    for version in range(6):
+    for version in range(len(SOURCES) + 1):
         kind.build(made / f"v{version}", version)
     return made
 
@@ -151,6 +151,38 @@ def test_blocking_update_waits_for_requests(server: Server, folder: Path, sender
     (running,) = start_running(server, 1, tokens=60)
     succeed(sender.send(server, "tensor", 1, weight_version="v1"))
     assert versions_of(expect_whole(running)) == ["v0"]
+    expect_served(server, 1)
+
+
+@plain
+def test_session_of_two_calls_commits_once(server: Server, folder: Path) -> None:
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    running = start_running(server, 2, tokens=ENDLESS)
+    succeed(server.post("/begin_weight_update", {}))
+    items = list(marker.tensors(1).items())
+    for part in (dict(items[:3]), dict(items[3:])):
+        succeed(server.post("/update_weights_from_tensor", tensor_body(part)))
+        more_tokens(running)
+    named = {"weight_version": "v1", **KEEP}
+    succeed(server.post("/end_weight_update", named))
+    more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1"]
+
+
+@plain
+def test_saved_weights_are_served_again(server: Server, folder: Path, tmp_path: Path) -> None:
+    update(server, folder, 1, non_blocking=True, kv_cache="recompute")
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    saved = succeed(server.post("/inflight/save", {"path": str(tmp_path / "saved")}))
+    update(server, folder, 2, **KEEP)
+    body = {"model_path": str(tmp_path / "saved"), "load_format": "served", **KEEP}
+    receipt = succeed(server.post("/update_weights_from_disk", {**body, "weight_version": "v1"}))
+    assert [rank["digest"] for rank in receipt["ranks"]] == [
+        rank["digest"] for rank in saved["ranks"]
+    ]
+    more_tokens([running])
+    expect_all_go_on([running])
     expect_served(server, 1)
 
 
