@@ -112,10 +112,11 @@ class GlassPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Prepare a process before it creates a model."""
-        from harness.glass import attention
+        from harness.glass import attention, sharing
 
         _save_memory()
         attention.register()
+        sharing.allow_in_payloads()
         exchange_by_card()
         start_without_work_left()
         move_data_between_devices()

@@ -187,6 +187,19 @@ def test_saved_weights_are_served_again(server: Server, folder: Path, tmp_path: 
 
 
 @plain
+def test_buffer_of_a_trainer_on_the_same_card_is_received(
+    server: Server, folder: Path, sender: Sender
+) -> None:
+    """The trainer fills its buffer again and again, as checkpoint-engine does."""
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    succeed(sender.send(server, "ipc", 1, weight_version="v1", **KEEP))
+    more_tokens([running])
+    (output,) = expect_all_go_on([running])
+    assert versions_of(output) == ["v0", "v1"]
+
+
+@plain
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_update_in_a_pause_is_seen_by_the_next_token(
     server: Server, folder: Path, mode: str

@@ -1,4 +1,4 @@
-"""The sending side of checkpoint-engine's protocol, on the CPU.
+"""The sending side of checkpoint-engine's protocol, on the CPU or the glass card.
 
 As in ``checkpoint_engine/ps.py`` (0.4): a REQ socket sends a handle to a shared buffer, then lists
 of the buffer's tensors, then None twice. The worker answers each message with nothing, or with an
@@ -24,8 +24,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 BUFFER_BYTES = 256 << 10
 PATIENCE_MS = 60_000
-# the name of a CPU in zmq_handles
-DEVICE = f"GPU-{platform.machine()}"
+HAS_CARD = hasattr(torch, "glass")
+# the name of a rank's device in zmq_handles
+DEVICE = "GPU-glass-0" if HAS_CARD else f"GPU-{platform.machine()}"
 
 # any process can open such a handle; the default needs a common parent
 torch.multiprocessing.set_sharing_strategy("file_system")
@@ -59,8 +60,7 @@ class CheckpointEngine:
             self._socket.close()
 
     def _hand_over(self) -> None:
-        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
-        handle = reduce_tensor(buffer)
+        buffer, handle = _shared_buffer()
         messages = [handle, *_fill(buffer, self._weights), None, None]
         for message in messages:
             # made just before it is sent, because making a listing refills the buffer
@@ -73,6 +73,17 @@ class CheckpointEngine:
             if self.error is not None:
                 return
         self.finished = True
+
+
+def _shared_buffer() -> tuple[torch.Tensor, Any]:
+    """Return a buffer, on the glass card where that is there, and its handle."""
+    if not HAS_CARD:
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
+        return buffer, reduce_tensor(buffer)
+    from harness.glass import sharing
+
+    buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="glass")
+    return buffer, sharing.reduce_tensor(buffer)
 
 
 def _fill(buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[Any]:
@@ -94,6 +105,9 @@ def _fill(buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[Any]:
             item = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset}
             listing.append(item)
             offset += raw.numel()
+        if HAS_CARD:
+            # a listing is sent when its buffer is full
+            torch.accelerator.synchronize()
         return listing
 
     return [lambda part=part: fill(part) for part in parts]
