@@ -1,4 +1,4 @@
-"""What torch_memory_saver does on CUDA, on the glass card: ``--enable-memory-saver``.
+"""The memory saver of the glass card, for ``--enable-memory-saver``, like torch_memory_saver.
 
 A region's memory comes from a pool of its tag. A pause gives back the pages of the tag's pools, and
 a resume takes them again at the same addresses, as zeros unless they were copied to the host.

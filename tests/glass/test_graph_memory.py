@@ -1,4 +1,4 @@
-"""What a graph's capture has freed stays its own."""
+"""Memory freed in a capture stays the graph's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What torch asks of a device: its guard with streams and events, its hooks, its generators.
+// The device as torch asks for it: a guard with streams and events, hooks, generators.
 #include "glass.h"
 
 #include <ATen/core/GeneratorForPrivateuseone.h>

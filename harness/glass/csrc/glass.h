@@ -260,6 +260,7 @@ bool query(const EventState& event, bool is_ours = false);
 void synchronize(const EventState& event);
 void synchronize(StreamState* stream, const char* what = "synchronize");
 void synchronize_device(int device);
+void wait_for_all(Lock& lock, DeviceState& device); // all of the device's work
 bool query(StreamState* stream);
 void check_health_locked();          // raises what a job has raised; with the mutex
 extern bool was_forked;

@@ -315,20 +315,9 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
  private:
-  // The wait that cudaFree makes: for all of the device's work.
+  // Waits like cudaFree.
   static void wait_for_freed(Lock& lock, DeviceState& device) {
-    Clock clock;
-    std::vector<std::pair<StreamState*, uint64_t>> ends;
-    for (auto& stream : device.streams) {
-      ends.emplace_back(stream.get(), stream->launched);
-      join(clock, stream->clock);
-    }
-    wait_until(lock, [&] {
-      for (auto& [stream, number] : ends)
-        if (stream->done < number) return false;
-      return true;
-    });
-    join(world().host, clock);
+    wait_for_all(lock, device);
     process_events(device);
   }
 

@@ -486,16 +486,10 @@ bool query(StreamState* stream) {
   return true;
 }
 
-void synchronize_device(int device) {
-  World& w = world();
-  Unlocked unlocked;
-  default_stream(device);
-  Lock lock(w.mutex);
-  check_health_locked();
-  need_no_capture("a device's synchronize");
+void wait_for_all(Lock& lock, DeviceState& device) {
   std::vector<std::pair<StreamState*, uint64_t>> ends;
   Clock clock;
-  for (auto& stream : w.devices.at(size_t(device))->streams) {
+  for (auto& stream : device.streams) {
     ends.emplace_back(stream.get(), stream->launched);
     join(clock, stream->clock);
   }
@@ -504,7 +498,17 @@ void synchronize_device(int device) {
       if (stream->done < number) return false;
     return true;
   });
-  join(w.host, clock);
+  join(world().host, clock);
+}
+
+void synchronize_device(int device) {
+  World& w = world();
+  Unlocked unlocked;
+  default_stream(device);
+  Lock lock(w.mutex);
+  check_health_locked();
+  need_no_capture("a device's synchronize");
+  wait_for_all(lock, *w.devices.at(size_t(device)));
   check_health_locked();
 }
 
