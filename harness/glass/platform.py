@@ -119,7 +119,6 @@ class GlassPlatform(SRTPlatform):
         sharing.allow_in_payloads()
         exchange_by_card()
         start_without_work_left()
-        move_data_between_devices()
 
 
 def _save_memory() -> None:
@@ -162,26 +161,6 @@ def start_without_work_left() -> None:
         run(scheduler)
 
     _patch(Scheduler, "run_event_loop", run_event_loop)
-
-
-def move_data_between_devices() -> None:
-    """Let ``parameter.data = tensor`` take a tensor of the card in place of the host's, and back.
-
-    Torch knows the devices that may follow each other there, and no device of an extension is one
-    of them. SGLang moves parameters so while it finishes weights.
-    """
-    base = torch._C.TensorBase.data
-
-    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if tensor.device.type == value.device.type:
-            base.__set__(tensor, value)  # type: ignore[attr-defined]
-            return
-        with torch.inference_mode(tensor.is_inference()):
-            moved = value.detach().requires_grad_(tensor.requires_grad)
-        torch._C._swap_tensor_impl(tensor, moved)
-
-    data = property(lambda tensor: base.__get__(tensor), assign)  # type: ignore[attr-defined]
-    _patch(torch.Tensor, "data", data)
 
 
 class _WithCard:
