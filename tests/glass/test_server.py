@@ -76,7 +76,7 @@ KINDS = [
     Kind("fp8-blocks", "changes", env=block_fp8.ENV, model=block_fp8, build=block_fp8.build,
          sources=BY_REFERENCE),
     Kind("fp8-online", "changes", block_fp8.ONLINE, block_fp8.ENV, chain,
-         block_fp8.build_unquantized),
+         block_fp8.build_unquantized, sources=SOURCES[:chain.VERSIONS - 1]),
 ]  # fmt: skip
 
 
