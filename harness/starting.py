@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 
 Process = subprocess.Popen[Any] | Forked
 
+# each has 0.8 GB of its own
+_MOST_ZYGOTES = 3
+
 # run on released SGLang, without our plugin, to see that tests guarding a fix of ours fail there
 UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
 
@@ -153,7 +156,8 @@ def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
     return None if found is None else found[0]
 
 
-@functools.cache
+# the one of our environment is asked for at each start, so the oldest of the others makes room
+@functools.lru_cache(_MOST_ZYGOTES)
 def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]] | None:
     """Return a zygote in our environment with these changes, and the variables read by its imports.
 

@@ -315,7 +315,6 @@ def send_around(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
     return statuses
 
 
-@pytest.mark.timeout(280)
 def test_odd_methods_headers_and_queries_get_no_5xx(
     fuzzed_server: Server, checkpoints: Path
 ) -> None:
@@ -405,7 +404,6 @@ def test_malformed_http_gets_no_5xx(fuzzed_server: Server) -> None:
     load.end()
 
 
-@pytest.mark.timeout(280)
 def test_drawn_bodies_get_no_5xx_and_change_no_token(
     fuzzed_server: Server, checkpoints: Path
 ) -> None:

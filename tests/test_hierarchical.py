@@ -11,6 +11,7 @@ import pytest
 
 from harness.server import Server, serve
 from tests.support.load import Generation, expect_whole, prompt, start_running
+from tests.support.plugins import with_plugin
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -29,7 +30,8 @@ _version = itertools.count(1)
 @pytest.fixture(scope="module")
 def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("hierarchical") / "log"
-    with serve(checkpoints / "v0", *HIERARCHICAL, log=log) as server:
+    env = with_plugin("host_memory")
+    with serve(checkpoints / "v0", *HIERARCHICAL, log=log, env=env) as server:
         yield server
 
 

@@ -31,6 +31,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
+from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool, add_both_loops
 from tests.support.random_operations import act_at_random
 
@@ -50,6 +51,7 @@ FLAVOURS["small_hierarchical"] = Flavour(
      # the reference platform supports only these
      "--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first",
      "--max-running-requests", "12", "--weight-version", "v0"),
+    with_plugin("host_memory"),
 )  # fmt: skip
 
 

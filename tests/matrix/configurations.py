@@ -144,6 +144,7 @@ CONFIGURATIONS = (
             "--hicache-io-backend", "direct",
             "--hicache-mem-layout", "layer_first",
         ),
+        with_plugin("host_memory"),
     ),
     Configuration(
         "`--dp-size 2 --tp-size 2`", ("--dp-size", "2", "--tp-size", "2"), ranks=4
@@ -164,6 +165,7 @@ CONFIGURATIONS = (
             "--hicache-io-backend", "direct",
             "--hicache-mem-layout", "layer_first",
         ),
+        with_plugin("host_memory"),
         ranks=2,
     ),
     Configuration("`--disable-radix-cache`", ("--disable-radix-cache",)),
