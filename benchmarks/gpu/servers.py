@@ -22,18 +22,20 @@ from benchmarks.gpu.step import timed
 from harness.marker import FIRST
 from harness.server import Server, serve
 from sglang_inflight.client import read_spans, version_per_token
-from tests.support.load import Generation, Output, status
+from tests.support.load import Generation, Output, more_tokens, status
 
 STREAMS = 16
 MOST_TOKENS = 12 << 10
 # further flags for all servers, for machines that lack kernels
 FLAGS = "GPU_KIT_FLAGS"
+# decode steps
+_LOGGED_EVERY = 10
 _ON_A_CARD = (
     "--cuda-graph-max-bs-decode", str(STREAMS),
     # the kit decodes; capturing prefills takes a large part of a start
     "--disable-prefill-cuda-graph",
     # the log says whether a graph ran, also of short runs
-    "--decode-log-interval", "10",
+    "--decode-log-interval", str(_LOGGED_EVERY),
 )  # fmt: skip
 _GRAPH_RAN = "cuda graph: True"
 
@@ -160,8 +162,13 @@ def label_values(outputs: Sequence[Output]) -> dict[str, int]:
     return {"tokens": tokens, "tokens_mislabelled": wrong, "tokens_mislabelled_limit": 0}
 
 
-def expect_graphs(server: Server) -> None:
-    """On a card, check that decode steps replayed captured graphs."""
+def expect_graphs(server: Server, streams: Sequence[Generation] = ()) -> None:
+    """On a card, check that decode steps replayed captured graphs.
+
+    First wait until the running ``streams`` have made the steps after which the log says so.
+    """
+    for _ in range(_LOGGED_EVERY + 1 if streams else 0):
+        more_tokens(list(streams))
     if has_card() and _GRAPH_RAN not in server.log_text():
         raise AssertionError("no decode step replayed a captured graph")
 

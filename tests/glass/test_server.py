@@ -16,6 +16,8 @@ import pytest
 from harness import marker
 from harness.server import Server, serve
 from harness.trainer import Trainers
+from sglang_inflight.client import Client
+from sglang_inflight.client import Sender as BroadcastSender
 from tests.support import block_fp8, chain, lora, memory_release, mla
 from tests.support.load import (
     ENDLESS,
@@ -197,6 +199,18 @@ def test_buffer_of_a_trainer_on_the_same_card_is_received(
     more_tokens([running])
     (output,) = expect_all_go_on([running])
     assert versions_of(output) == ["v0", "v1"]
+
+
+@plain
+def test_broadcast_of_a_trainer_on_the_host_is_received(server: Server, folder: Path) -> None:
+    update(server, folder, 0, non_blocking=True, kv_cache="recompute")
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    with Client(server.url) as client, BroadcastSender(client, backend="gloo") as on_host:
+        on_host.send(marker.tensors(1).items(), weight_version="v1", kv_cache="keep")
+    more_tokens([running])
+    (output,) = expect_all_go_on([running])
+    assert versions_of(output) == ["v0", "v1"]
+    expect_served(server, 1)
 
 
 @plain

@@ -118,7 +118,7 @@ def _release(server: Server, folder: Path, values: Values) -> None:
         values[f"resume_{keep}_s"] = sum(resumed.values())
         resume(server)
         more_tokens(list(streams))
-    expect_graphs(server)
+    expect_graphs(server, streams)
     values |= label_values(end_streams(streams))
     expect_served(server, 1)
 

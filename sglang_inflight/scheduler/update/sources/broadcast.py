@@ -23,8 +23,8 @@ def receive(
     source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
 ) -> Weights:
     """Yield tensors as the trainer broadcasts them: in buckets, or one by one."""
-    expected = expect(source, device)
     group = groups.get(source.group_name)
+    expected = expect(source, group.receives_on(device))
     received = group.receive_each(expected, check, source.transfer_id)
     try:
         for tensors in received:

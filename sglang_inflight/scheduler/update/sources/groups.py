@@ -141,6 +141,10 @@ class Group:
         # destroyed, aborted or lost: not to be touched
         self._is_gone = False
 
+    def receives_on(self, device: torch.device) -> torch.device:
+        """Return where to receive tensors for ``device``: a backend of the host's writes there."""
+        return device if launches(dist.get_backend(self._group)) else torch.device("cpu")
+
     def mark_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
 
