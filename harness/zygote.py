@@ -46,7 +46,7 @@ from harness.forking import (
     receive,
     send,
 )
-from sglang_inflight.plugin import HOOK_MODULES
+from sglang_inflight.plugin import hook_modules
 
 # imports of a server's processes, except the launcher's own module, which runs as __main__
 MODULES = (
@@ -62,7 +62,7 @@ MODULES = (
     # our modules without effects at import
     "sglang_inflight.livepatch",
     "sglang_inflight.reference",
-    *HOOK_MODULES,
+    *hook_modules(without={"ray"}),
 )
 
 # more file descriptors than a process has when it starts others

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sglang_inflight import foreign
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.livepatch import (
     AppliedFunction,
     PatchRefused,
@@ -25,7 +26,7 @@ from sglang_inflight.livepatch import (
     load_series,
     supported_versions,
 )
-from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
+from sglang_inflight.plugin import hook_modules
 from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
 from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import SourceTree
@@ -179,8 +180,8 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
     from sglang_inflight.hooking import hooks_of
 
     importable: list[str] = []
-    # without Ray, SGLang cannot import its launchers on Ray
-    for name in (*HOOK_MODULES, *([RAY_HOOKS] if find_spec("ray") else [])):
+    libraries = {each.library for each in all_extensions() if each.library is not None}
+    for name in hook_modules(without={each for each in libraries if find_spec(each) is None}):
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
@@ -243,8 +244,11 @@ def _settings(problems: list[str]) -> dict[str, Any]:
     if find_spec("sglang_inflight.settings") is None:
         return {}
     try:
-        settings = importlib.import_module("sglang_inflight.settings").Settings
-        return asdict(settings.from_environment())
+        settings = importlib.import_module("sglang_inflight.settings")
+        found: dict[str, Any] = {}
+        for kind in settings.kinds():
+            found |= asdict(settings.read(kind))
+        return found
     except SystemExit as error:
         problems.append(str(error))
         return {}

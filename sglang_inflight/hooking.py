@@ -114,6 +114,36 @@ def hooks_of(modules: Iterable[str]) -> list[Hook]:
     return [ordered[key] for key in sorted(ordered)]
 
 
+def one_around_each(hooks: Iterable[Hook]) -> list[Hook]:
+    """Put hooks around one target into one hook, in the place of the outermost.
+
+    SGLang warns of a second one at every start. ``hooks`` are in the order of their registration.
+    """
+    found = list(hooks)
+    outermost = {each.target: each for each in found if each.kind is AROUND}
+    around: dict[str, list[Callable[..., Any]]] = defaultdict(list)
+    for each in found:
+        if each.kind is AROUND:
+            around[each.target].append(each.function)
+    return [
+        each._replace(function=functools.reduce(_surround, around[each.target]))
+        if each.kind is AROUND
+        else each
+        for each in found
+        if each.kind is not AROUND or each is outermost[each.target]
+    ]
+
+
+def _surround(inner: Callable[..., Any], outer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook around: ``outer`` around ``inner``."""
+
+    @functools.wraps(outer)
+    def both(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return outer(functools.partial(inner, original), *args, **kwargs)
+
+    return both
+
+
 def with_us(owner: Any) -> bool:
     """Whether ``owner``, or its ``TokenizerManager``, has our object: its server runs with us."""
     manager = getattr(owner, "tokenizer_manager", owner)

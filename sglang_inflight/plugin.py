@@ -6,20 +6,21 @@ error.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Container
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_inflight.hooking import Hook
 
-# the modules that declare hooks (``hooking.py``)
+# the core's modules that declare hooks (``hooking.py``)
 HOOK_MODULES = (
     "sglang_inflight.frontend.abort_hooks",
     "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
     "sglang_inflight.frontend.http.endpoints",
-    "sglang_inflight.frontend.http.vllm.openai_fields",
     "sglang_inflight.frontend.lora.loading",
     "sglang_inflight.frontend.openai_requests",
     "sglang_inflight.frontend.request_checks",
@@ -47,9 +48,6 @@ HOOK_MODULES = (
     "sglang_inflight.scheduler.versions.token_versions",
     "sglang_inflight.unsupported",
 )
-# hooks on SGLang's launchers in Ray's actors, installed when SGLang imports them
-RAY_HOOKS = "sglang_inflight.ray_hooks"
-_RAY_ENGINE = "sglang.srt.ray.engine"
 
 _is_installed = False
 
@@ -59,11 +57,31 @@ def is_installed() -> bool:
     return _is_installed
 
 
+def hook_modules(*, without: Container[str] = ()) -> tuple[str, ...]:
+    """Return every module that declares hooks: the core's, and those of extensions on or off.
+
+    Leave out modules whose hooks wait for modules of SGLang's that need a library in ``without``.
+    """
+    from sglang_inflight.extension import all_extensions
+
+    return (
+        *HOOK_MODULES,
+        *(
+            module
+            for extension in all_extensions()
+            for module in (
+                *extension.modules,
+                *(() if extension.library in without else extension.late_modules.values()),
+            )
+        ),
+    )
+
+
 def every_hook() -> list[Hook]:
-    """Return every hook, Ray's included."""
+    """Return the hooks of all modules."""
     from sglang_inflight.hooking import hooks_of
 
-    return hooks_of((*HOOK_MODULES, RAY_HOOKS))
+    return hooks_of(hook_modules())
 
 
 def install() -> None:
@@ -102,10 +120,14 @@ def _install() -> None:
 
     # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
+    from sglang_inflight import joints, messages, unsupported
+    from sglang_inflight.extension import all_extensions
     from sglang_inflight.hooking import hooks_of
 
-    hooks = hooks_of(HOOK_MODULES)
-    from sglang_inflight import messages, unsupported
+    extensions = [extension for extension in all_extensions() if extension.is_on()]
+    modules = [module for extension in extensions for module in extension.modules]
+    hooks = hooks_of((*HOOK_MODULES, *modules))
+    joints.compose(modules)
     from sglang_inflight.frontend.engine import hooks as engine_hooks
     from sglang_inflight.late_import import when_imported
     from sglang_inflight.nccl_errors import name_error_handling
@@ -117,10 +139,12 @@ def _install() -> None:
     _register(hooks)
     for name, begin in unsupported.OTHER_LAUNCHES.items():
         when_imported(name, begin)
-    if _RAY_ENGINE in sys.modules:
-        _register_ray_hooks()
-    else:
-        when_imported(_RAY_ENGINE, _hook_ray)
+    for extension in extensions:
+        for name, module in extension.late_modules.items():
+            if name in sys.modules:
+                _register(hooks_of([module]))
+            else:
+                when_imported(name, functools.partial(_hook_late, module))
     _is_installed = True
 
 
@@ -128,22 +152,19 @@ def _register(hooks: list[Hook]) -> None:
     """Register hooks for SGLang, which applies them after the last plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_inflight.hooking import one_around_each
     from sglang_inflight.livepatch import expect_hook
 
-    for target, hook, kind in hooks:
+    for target, hook, kind in one_around_each(hooks):
         HookRegistry.register(target, hook, kind)
         expect_hook(target)
 
 
-def _register_ray_hooks() -> None:
-    from sglang_inflight.hooking import hooks_of
-
-    _register(hooks_of([RAY_HOOKS]))
-
-
-def _hook_ray(_: ModuleType) -> None:
-    """Hook SGLang's launchers after their import, which needs Ray and takes its time."""
+def _hook_late(module: str, _: ModuleType) -> None:
+    """Hook the functions of a module that SGLang has just imported."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    _register_ray_hooks()
+    from sglang_inflight.hooking import hooks_of
+
+    _register(hooks_of([module]))
     HookRegistry.apply_hooks()

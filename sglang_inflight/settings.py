@@ -1,4 +1,7 @@
-"""Every ``SGLANG_INFLIGHT_*`` setting, read once per process from the environment."""
+"""Settings: ``SGLANG_INFLIGHT_*``, read from a process' environment.
+
+An extension has a dataclass of its own, whose fields are made by ``setting``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from sglang_inflight import inactive
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.vocabulary.errors import BadSetting
 
 PREFIX = "SGLANG_INFLIGHT_"
@@ -15,40 +19,40 @@ PREFIX = "SGLANG_INFLIGHT_"
 _T = TypeVar("_T")
 
 
-def _setting(default: _T, parse: Callable[[str], _T], help: str) -> _T:
+def setting(default: _T, parse: Callable[[str], _T], help: str) -> _T:
     value: Any = field(default=default, metadata={"parse": parse, "help": help})
     return value
 
 
-def _boolean(text: str) -> bool:
+def boolean(text: str) -> bool:
     try:
         return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
     except KeyError:
         raise ValueError("expected 0, 1, true or false") from None
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise ValueError("expected a number above 0")
     return value
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise ValueError("expected a number, 0 or more")
     return value
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise ValueError("expected a number above 0, at most 1")
     return value
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
+def one_of(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
             raise ValueError(f"expected one of {', '.join(names)}")
@@ -57,14 +61,14 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise ValueError("expected a whole number, 0 or more")
     return value
 
 
-def _counted(text: str) -> int:
+def counted(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError("expected a whole number, 1 or more")
@@ -73,185 +77,171 @@ def _counted(text: str) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one server. Each field is ``SGLANG_INFLIGHT_<NAME IN CAPITALS>``."""
+    """The core's settings of one server. Each field is ``SGLANG_INFLIGHT_<NAME IN CAPITALS>``."""
 
-    staging: str = _setting(
+    staging: str = setting(
         "auto",
-        _one_of("auto", "changes", "device", "host", "off"),
+        one_of("auto", "changes", "device", "host", "off"),
         "form of staged weights until their commit: changes keeps the elements that differ, device "
         "and host keep a second copy, off writes in place",
     )
-    changes_bytes: int | None = _setting(
+    changes_bytes: int | None = setting(
         None,
-        _natural,
+        natural,
         "device memory that changed elements may take, in bytes; more of them wait in the host's "
         "memory; unset is a tenth of the rank's weights",
     )
-    outgrown: str = _setting(
+    outgrown: str = setting(
         "in_place",
-        _one_of("in_place", "refuse"),
+        one_of("in_place", "refuse"),
         "an update from disk whose changes outgrow the memory of the device and of the host: "
         "in_place writes it over the served weights while requests wait; refuse changes nothing",
     )
-    proof: str = _setting(
+    proof: str = setting(
         "first_update",
-        _one_of("first_update", "start"),
+        one_of("first_update", "start"),
         "when a model that SGLang finishes after loading is loaded and finished beside itself, to "
         "show that updates can do the same: at its first update, or before the server is ready",
     )
-    window_bytes: int = _setting(
+    window_bytes: int = setting(
         64 << 20,
-        _natural,
+        natural,
         "host memory of weights that a loader writes other than by copies, in bytes, with "
         "staging=changes",
     )
-    sessions: str = _setting(
+    sessions: str = setting(
         "partial",
-        _one_of("partial", "whole", "as_before"),
+        one_of("partial", "whole", "as_before"),
         "tensors that a session must bring if its begin_weight_update leaves partial out: partial "
         "needs none; whole needs the whole checkpoint; as_before needs those of the last session "
         "that left partial out, too",
     )
-    update_timeout_s: float = _setting(
-        600.0, _positive, "longest time one update call may take, in seconds"
+    update_timeout_s: float = setting(
+        600.0, positive, "longest time one update call may take, in seconds"
     )
-    group_timeout_s: float = _setting(
-        120.0, _positive, "longest rendezvous of a weight-update group, in seconds"
+    group_timeout_s: float = setting(
+        120.0, positive, "longest rendezvous of a weight-update group, in seconds"
     )
-    check_finite: bool = _setting(True, _boolean, "refuse tensors that hold NaN or infinity")
-    max_version_lag: int | None = _setting(
+    check_finite: bool = setting(True, boolean, "refuse tensors that hold NaN or infinity")
+    max_version_lag: int | None = setting(
         None,
-        _natural,
+        natural,
         "end a request when its first token is more commits behind than this",
     )
-    previous_every: int = _setting(
+    previous_every: int = setting(
         4,
-        _counted,
+        counted,
         "requests pinned to the previous version get at most every k-th step of a busy server",
     )
-    previous_grace_s: float = _setting(
+    previous_grace_s: float = setting(
         0.0,
-        _seconds,
+        seconds,
         "how long an update waits, before it is staged over the previous version, for requests "
         "pinned to that version",
     )
-    version_timeout_s: float = _setting(
+    version_timeout_s: float = setting(
         30.0,
-        _seconds,
+        seconds,
         "how long a request waits for the version it asks for, if it does not say so itself, in "
         "seconds; then it ends with 503",
     )
-    pause_lease_s: float | None = _setting(
+    pause_lease_s: float | None = setting(
         None,
-        _positive,
+        positive,
         "lease of a pause whose caller names none, in seconds: a dead trainer's pause then ends",
     )
-    pd_mismatch: str = _setting(
+    pd_mismatch: str = setting(
         "keep",
-        _one_of("keep", "abort"),
+        one_of("keep", "abort"),
         "a decode server's treatment of a request from a prefill server with another version: "
         "keep shows both versions in its spans; abort ends it with 503",
     )
-    pace_bytes_per_s: int | None = _setting(
+    pace_bytes_per_s: int | None = setting(
         None,
-        _natural,
+        natural,
         "bytes of memory per second that staging touches while requests run; a whole update "
         "touches its bytes five times, and six times from disk; 0 does not pace; unset is 640 MiB "
         "on a CPU, else 100 GiB",
     )
-    pace_interpreter: float = _setting(
+    pace_interpreter: float = setting(
         0.25,
-        _share,
+        share,
         "share of one core's time that staging spends in Python while requests run; 1 does not "
         "limit it, and neither does pace_bytes_per_s=0",
     )
-    switch_interval_s: float = _setting(
+    switch_interval_s: float = setting(
         0.0002,
-        _seconds,
+        seconds,
         "longest time a scheduler's thread keeps Python's GIL from a waiting thread, in seconds; "
         "0 leaves Python's 0.005",
     )
-    stage_nice: int = _setting(
-        0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
-    )
-    spans: str = _setting(
+    stage_nice: int = setting(0, natural, "niceness of the staging thread on a CPU server, 0 to 19")
+    spans: str = setting(
         "all",
-        _one_of("all", "sglang"),
+        one_of("all", "sglang"),
         "version spans in answers: all, or sglang, which has SGLang's own spans: by name alone, "
         "and only in a stream's last chunk",
     )
-    sse_comment_s: float = _setting(
+    sse_comment_s: float = setting(
         15.0,
-        _seconds,
+        seconds,
         "how often a silent event stream gets an empty line while paused, in seconds; 0 is never",
     )
-    sse_comment: bool = _setting(
-        False, _boolean, "put the pause's mode into that line, as a comment"
-    )
+    sse_comment: bool = setting(False, boolean, "put the pause's mode into that line, as a comment")
 
-    transparent: bool = _setting(
+    require_update: bool = setting(
         False,
-        _boolean,
-        "do not stop generation between pause_generation and continue_generation: commit the "
-        "weights sent meanwhile in flight",
-    )
-    transparent_grace_s: float = _setting(
-        30.0,
-        _positive,
-        "seconds without an update after which such a pause becomes a real one",
-    )
-    require_update: bool = _setting(
-        False,
-        _boolean,
+        boolean,
         "serve nothing before the first whole update, for a start with random weights "
         "(--load-format dummy)",
     )
-    vllm_routes: bool = _setting(
-        False, _boolean, "answer vLLM's routes for RL too, as vLLM does if safe"
-    )
-    vllm_sampling_masks: bool = _setting(
-        False,
-        _boolean,
-        "return the sampling mask of each token at /inference/v1/generate, like vLLM with "
-        "--return-sampling-mask; a request may say otherwise by return_sampling_mask",
-    )
-    vllm_routed_experts: str = _setting(
-        "npy",
-        _one_of("npy", "array"),
-        "form of routed_experts at /inference/v1/generate: npy is vLLM's, the base64 of a NumPy "
-        "file; array is that of prime-rl's server, an object with data, shape, dtype and start",
-    )
-    model_names: str = _setting(
+    model_names: str = setting(
         "known",
-        _one_of("known", "any"),
+        one_of("known", "any"),
         "accepted values of a request's model: known takes a name of the served model or of an "
         "adapter, and answers 404 to any other; any serves the model under every other name, as "
         "SGLang does",
     )
-    unsupported: str = _setting(
+    unsupported: str = setting(
         "refuse",
-        _one_of("refuse", "off"),
+        one_of("refuse", "off"),
         "at server arguments unsupported by SGLang Inflight: refuse stops the start; off starts "
         "the server as SGLang ships it, without SGLang Inflight",
     )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings. Raises ``BadSetting`` for an unreadable value or an unknown name."""
-        known = {PREFIX + f.name.upper(): f for f in fields(cls)}
-        chosen = {}
-        for name, text in environ.items():
-            if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
-                continue
-            if name not in known:
-                raise BadSetting(f"{name} is not a setting; there are {', '.join(known)}")
-            try:
-                chosen[known[name].name] = known[name].metadata["parse"](text)
-            except ValueError as error:
-                raise BadSetting(f"{name}={text!r}: {error}") from error
-        return cls(**chosen)
+        """Read the core's settings, as ``read`` does."""
+        return read(cls, environ)
 
 
 # CACHE is read by the demo and by porting, without a server. A server sets the other two for its
 # own processes.
 _NOT_SETTINGS = {PREFIX + "CACHE", inactive.VARIABLE, inactive.OF_WORKERS}
+
+
+def kinds() -> list[type[Any]]:
+    """Return the dataclasses of all settings: the core's first, then each extension's."""
+    return [Settings, *(each.settings for each in all_extensions() if each.settings is not None)]
+
+
+def read(kind: type[_T], environ: Mapping[str, str] = os.environ) -> _T:
+    """Read the settings of one dataclass, the core's or an extension's.
+
+    Raises ``BadSetting`` for an unreadable value, and for a name that is no setting of any.
+    """
+    known = {PREFIX + f.name.upper(): (each, f) for each in kinds() for f in fields(each)}
+    chosen = {}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
+            continue
+        if name not in known:
+            raise BadSetting(f"{name} is not a setting; there are {', '.join(known)}")
+        owner, declared = known[name]
+        try:
+            value = declared.metadata["parse"](text)
+        except ValueError as error:
+            raise BadSetting(f"{name}={text!r}: {error}") from error
+        if owner is kind:
+            chosen[declared.name] = value
+    return kind(**chosen)

@@ -23,12 +23,12 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.served_versions import ServedVersions
-from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     ANSWERS,
     Committed,
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
+
+# changes the handlers of a new front end
+HANDLERS: Joint[Callable[[Frontend, TokenizerManager, Handlers], Handlers]] = Joint("handlers")
 
 
 class Frontend:
@@ -119,18 +122,8 @@ class Frontend:
             self.fleet_version,
             self.status,
         )
-        if settings.transparent:
-            self._handlers = Transparent(
-                self._handlers,
-                tokenizer_manager,
-                self.pauses,
-                self.updates,
-                self.memory,
-                self.groups,
-                settings,
-                can,
-                in_background=self.in_background,
-            ).handlers
+        for change in HANDLERS:
+            self._handlers = change(self, tokenizer_manager, self._handlers)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
                 *((answer, self._take_answer) for answer in ANSWERS),

@@ -1,7 +1,7 @@
-"""Check requests to SGLang's OpenAI routes: model names, contracts, vLLM's fields.
+"""Check requests to SGLang's OpenAI routes: model names, contracts.
 
-SGLang ignores an adapter's name in ``model``, and every unknown field. Here ``model_names.py``
-resolves the name, and an unknown name is refused.
+SGLang ignores an adapter's name in ``model``. Here ``model_names.py`` resolves the name, and an
+unknown name is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import HTTPException
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
 from sglang_inflight.frontend.http.doors import enter_openai
-from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
 from sglang_inflight.hooking import AROUND, OPENAI_SERVING, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
@@ -43,20 +40,12 @@ async def handle_request(
     raw_request: Any,
 ) -> Any:
     """Wrap all of SGLang's OpenAI routes but ``/v1/responses``, on the front end's event loop."""
-    fields = None
     try:
         _require_model(serving, request)
         await enter_openai(serving.tokenizer_manager.inflight, request, raw_request)
-        if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
-            request, CompletionRequest | ChatCompletionRequest
-        ):
-            # no second parse: the request caches FastAPI's JSON
-            fields = VLLMFields(request, await raw_request.json(), serving.tokenizer_manager)
     except InflightError as error:
-        logger.warning("%s refused: %s", type(request).__name__, error)
-        return _refusal(error)
-    response = await handle(serving, request, raw_request)
-    return response if fields is None else fields.finish(response)
+        return refusal(request, error)
+    return await handle(serving, request, raw_request)
 
 
 @hook(f"{OPENAI_SERVING}._parse_model_parameter", AROUND, when=with_us)
@@ -109,8 +98,12 @@ def _is_of_responses(serving: PatchedOpenAIServing) -> bool:
     return module is not None and isinstance(serving, module.OpenAIServingResponses)
 
 
-def _refusal(error: InflightError) -> ORJSONResponse:
-    """Return the error in OpenAI's form, with the message for SGLang's clients as well."""
+def refusal(request: object, error: InflightError) -> ORJSONResponse:
+    """Log why ``request`` is refused, and return the error in OpenAI's form.
+
+    SGLang's clients find the message, too.
+    """
+    logger.warning("%s refused: %s", type(request).__name__, error)
     inner = {
         "message": str(error),
         "type": "invalid_request_error",

@@ -17,7 +17,6 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.gate import pass_gate
-from sglang_inflight.frontend.http.vllm.openai_fields import note_results
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
 from sglang_inflight.frontend.spans import as_sglang_writes_them
 from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
@@ -33,6 +32,7 @@ from sglang_inflight.hooking import (
     with_us,
 )
 from sglang_inflight.inactive import children_have_started, why_inactive
+from sglang_inflight.joints import Joint
 from sglang_inflight.late_import import when_imported
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_context, get_serving
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 
     from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
     from sglang_inflight.frontend.workers.forward import Forward
-    from sglang_inflight.sglang_types import ServerArgs
+    from sglang_inflight.sglang_types import ServerArgs, TokenizerManager
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+# puts routes before SGLang's routes of the same path
+ROUTES: Joint[Callable[[FastAPI, Frontend, TokenizerManager], None]] = Joint("routes")
 
 
 @hook(f"{TOKENIZER_MANAGER}.__init__", AFTER)
@@ -98,13 +101,12 @@ def _mount(
     forward: Forward | None,
 ) -> None:
     from sglang_inflight.frontend.http import generate, ready, routes
-    from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
     app: FastAPI = http_server.app
     upstreams = len(app.router.routes)
     routes.mount(app, frontend)
-    if frontend.settings.vllm_routes:
-        vllm_routes.mount(app, frontend, tokenizer_manager)
+    for add_routes in ROUTES:
+        add_routes(app, frontend, tokenizer_manager)
     generate.mount(app, http_server, frontend)
     ready.mount(app, frontend, tokenizer_manager)
     if forward is not None:
@@ -206,7 +208,7 @@ def generate_request(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[Any, None]:
-    return pass_gate(tm.inflight, note_results(generate, tm, obj, request), obj, request)
+    return pass_gate(tm.inflight, generate(tm, obj, request), obj, request)
 
 
 @hook(f"{TOKENIZER_MANAGER}._init_req_state", BEFORE, when=with_us)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
+from sglang_inflight.plugin import hook_modules
 from sglang_inflight.porting import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
@@ -49,7 +49,7 @@ def read_hooks(ours: SourceTree) -> Iterator[tuple[str, Parameters, str]]:
 
     The order is the one of ``hooking.hooks_of``.
     """
-    found = [each for module in (*HOOK_MODULES, RAY_HOOKS) for each in _declared(ours, module)]
+    found = [each for module in hook_modules() for each in _declared(ours, module)]
     for target, _, function, kind in sorted(found, key=lambda each: each[:2]):
         yield target, Parameters.of_node(function.node), kind
 

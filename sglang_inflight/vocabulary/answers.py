@@ -417,7 +417,7 @@ class MemoryMoved(Answer, frozen=True, kw_only=True):
 class WindowGrant(Answer, frozen=True, kw_only=True):
     """Transparent mode: generation goes on, and weights sent from here on go live in flight.
 
-    ``paused`` is true if generation had to pause all the same (``frontend/transparent.py``).
+    ``paused`` is true if generation had to pause all the same.
     """
 
     status: str = "ok"

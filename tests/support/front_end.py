@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.extensions.transparent import TransparentSettings
+from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.served import Served
@@ -69,7 +70,7 @@ from sglang_inflight.scheduler.pause.machine import (
     Released,
     transition,
 )
-from sglang_inflight.settings import Settings
+from sglang_inflight.settings import Settings, read
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import (
     MEMORY,
@@ -92,6 +93,8 @@ NO_SAVES: Any = SimpleNamespace(save=None, discard=None)
 NO_FLEET: Any = SimpleNamespace(expect=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
+# of a transparent window, in seconds
+GRACE_S = read(TransparentSettings).transparent_grace_s
 
 
 class OneRank:
@@ -336,6 +339,7 @@ class FrontEnd:
                 self.groups,
                 settings,
                 can,
+                grace_s=GRACE_S,
                 in_background=self.in_background,
             ).handlers
         manager.take_answer = self._take_answer

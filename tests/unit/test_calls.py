@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
+from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
@@ -16,7 +17,6 @@ from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.saves import Saves
-from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary import bodies

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.starting import ROOT
-from sglang_inflight.settings import PREFIX, Settings
+from sglang_inflight.settings import PREFIX, kinds
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import ERRORS, InflightError
 from tests.matrix import limits
@@ -61,7 +61,7 @@ def test_api_document_names_every_call() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     paths = {call.path for call in TABLE.values() if call.path is not None}
     wanted = {path.removeprefix("/update_weights_from") for path in paths}
-    wanted |= {PREFIX + field.name.upper() for field in fields(Settings)}
+    wanted |= {PREFIX + field.name.upper() for kind in kinds() for field in fields(kind)}
     wanted |= set(ERRORS) - {InflightError.__name__}
     assert not {name for name in wanted if name not in text}
 

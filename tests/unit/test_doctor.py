@@ -18,7 +18,7 @@ from harness.marker import CONFIG
 from harness.starting import forked_children
 from sglang_inflight import doctor, hooking, unsupported
 from sglang_inflight.cli import app
-from sglang_inflight.plugin import HOOK_MODULES, RAY_HOOKS
+from sglang_inflight.plugin import hook_modules
 from sglang_inflight.scheduler.update import cost
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
@@ -42,7 +42,7 @@ def test_doctor_checks_every_hook() -> None:
     report = doctor.report()
     assert report.healthy, report.problems
     # without Ray, SGLang's launchers on Ray are neither imported nor hooked
-    modules = (*HOOK_MODULES, *([RAY_HOOKS] if find_spec("ray") else []))
+    modules = hook_modules(without=() if find_spec("ray") else {"ray"})
     assert [(hook.target, hook.kind) for hook in report.hooks] == [
         (target, kind.name) for target, _, kind in hooking.hooks_of(modules)
     ]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_inflight.hooking import AFTER, AROUND, BEFORE, REPLACE, _as_called, with_us
+from sglang_inflight.hooking import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    REPLACE,
+    Hook,
+    _as_called,
+    one_around_each,
+    with_us,
+)
 from sglang_inflight.porting.hooks import why_not_hooked
 from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import SourceTree
@@ -69,3 +79,22 @@ def test_hook_with_another_parameter_than_its_target_does_not_fit(tmp_path: Any)
         hook, _ = _as_called(getattr(Collaborator, name), kind, "inflight.turns", None)
         why = why_not_hooked(tree, "theirs.Scheduler.run", Parameters.of_function(hook), kind.name)
         assert why == "its parameter 1 is 'lot', our hook's is 'batch'"
+
+
+def test_hooks_around_one_target_are_put_into_each_other_by_order() -> None:
+    said: list[str] = []
+
+    def around(name: str) -> Callable[..., Any]:
+        def hook(original: Callable[..., Any], value: int) -> Any:
+            said.append(name)
+            return original(value + 1)
+
+        return hook
+
+    before = Hook("a.b", print, HookType.BEFORE)
+    inner, middle, outer = (Hook("a.b", around(n), HookType.AROUND) for n in ("in", "mid", "out"))
+    other = Hook("a.c", around("other"), HookType.AROUND)
+    kept, put_together, alone = one_around_each([inner, before, middle, outer, other])
+    assert (kept, alone) == (before, other)
+    assert put_together.function(lambda value: value * 10, 0) == 30
+    assert said == ["out", "mid", "in"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from unittest.mock import patch
 
-from sglang_inflight.ray_actors import replace_settings
+from sglang_inflight.extensions.ray.actors import replace_settings
 from sglang_inflight.settings import Settings
 
 

@@ -12,12 +12,12 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.http import endpoints
 from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
 from sglang_inflight.frontend.http.routes import endpoint_of
-from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
 from sglang_inflight.vocabulary.answers import Release
 from sglang_inflight.vocabulary.bodies import (
@@ -38,6 +38,7 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 from tests.support.front_end import (
+    GRACE_S,
     NAMES,
     NO_ADAPTERS,
     NO_ADMISSION,
@@ -81,6 +82,7 @@ class TransparentPlay(Play):
             self.groups,
             SETTINGS,
             ALL,
+            grace_s=GRACE_S,
             in_background=lambda doing: doing.close(),
         ).handlers
 
@@ -469,7 +471,7 @@ def test_dead_client_leaves_pause_in_status() -> None:
         await front.call(BeginBody())
         (timer,) = timers()
         left_s = timer.when() - asyncio.get_running_loop().time()
-        assert SETTINGS.transparent_grace_s < left_s <= SETTINGS.update_timeout_s
+        assert GRACE_S < left_s <= SETTINGS.update_timeout_s
         timer._run()
         timer.cancel()
         await until_idle()

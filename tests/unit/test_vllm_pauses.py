@@ -11,11 +11,11 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
+from sglang_inflight.extensions.vllm.bodies import PauseQuery, SleepQuery
+from sglang_inflight.extensions.vllm.routes import VLLMS_NAMES, _Routes
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.http.endpoints import fails_on_shutdown, guarded
-from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
-from sglang_inflight.frontend.http.vllm.routes import VLLMS_NAMES, _Routes
 from sglang_inflight.vocabulary.answers import MemoryMoved
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, OutcomeUnknown
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[_Routes], Awaitable[Any]]] = {
 @pytest.fixture(autouse=True)
 def one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(device="cpu")
-    monkeypatch.setattr("sglang_inflight.frontend.http.vllm.routes.get_device", lambda: device)
+    monkeypatch.setattr("sglang_inflight.extensions.vllm.routes.get_device", lambda: device)
 
 
 @pytest.mark.parametrize("path", CALLS)

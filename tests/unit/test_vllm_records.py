@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_inflight.frontend.http.vllm.records import Experts, pack_masks
+from sglang_inflight.extensions.vllm.records import Experts, pack_masks
 
 LAYERS, PER_TOKEN = 2, 2
 

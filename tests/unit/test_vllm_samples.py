@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_inflight.extensions.vllm.generate import Generate, GenerateBody
 from sglang_inflight.frontend.admission import demands_of
-from sglang_inflight.frontend.http.vllm.generate import Generate, GenerateBody
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS
 
 

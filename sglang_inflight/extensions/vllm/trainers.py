@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_inflight.extensions.vllm.bodies import StartBody, WeightDirBody
+from sglang_inflight.extensions.vllm.transfer import Transfer
 from sglang_inflight.frontend.as_sglang import convert, decode
 from sglang_inflight.frontend.http.endpoints import Content
-from sglang_inflight.frontend.http.vllm.bodies import StartBody, WeightDirBody
-from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.updates import Updates

@@ -4,7 +4,7 @@ They are installed when SGLang imports these launchers, because the import needs
 lists the hooks without Ray, so Ray is imported late here.
 
 **Plugins.** SGLang's own launchers, for one replica and for several, create each actor by one
-function. The hook there gives the actor an ``Installation`` (``ray_actors.py``).
+function. The hook there gives the actor an ``Installation`` (``actors.py``).
 
 **Several replicas.** SGLang 0.5.23 cannot start them on Ray; one hook mends that.
 
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms import current_platform
 
+from sglang_inflight.extensions.ray.actors import Installation, own_node
 from sglang_inflight.hooking import AFTER, AROUND, BEFORE, RAY_ENGINE, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.platform import OnReferencePlatform, ReferencePlatform
-from sglang_inflight.ray_actors import Installation, own_node
 from sglang_inflight.scheduler.nodes import describe_this_node
 from sglang_inflight.settings import PREFIX
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_inflight.frontend.http.vllm.choices import describe_prompt
-from sglang_inflight.frontend.http.vllm.records import NewTokens, spans_of
+from sglang_inflight.extensions.vllm.choices import describe_prompt
+from sglang_inflight.extensions.vllm.records import NewTokens, spans_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

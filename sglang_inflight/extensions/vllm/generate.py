@@ -19,12 +19,14 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_inflight.extensions.vllm import VLLMSettings
+from sglang_inflight.extensions.vllm.choices import Choices, describe_prompt, describe_usage
+from sglang_inflight.extensions.vllm.records import Experts, NewTokens, wants_experts
 from sglang_inflight.frontend.admission import demands_of
 from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.doors import enter
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
-from sglang_inflight.frontend.http.vllm.choices import Choices, describe_prompt, describe_usage
-from sglang_inflight.frontend.http.vllm.records import Experts, NewTokens, wants_experts
+from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.bodies import Body, Name
 from sglang_inflight.vocabulary.contracts import Contract, fold_into_sampling, given_in
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
@@ -196,7 +198,7 @@ class Generate:
         self._tokenizer_manager = tokenizer_manager
         self._frontend = frontend
         self._model_names = frontend.model_names
-        self._settings = frontend.settings
+        self._settings = read(VLLMSettings)
         self._for_skyrl = for_skyrl
 
     async def answer(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ field without effect on tokens or answer, such as ``request_id``, is ignored.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,15 @@ from sglang.srt.entrypoints.openai.protocol import (
     DetokenizeResponse,
 )
 
-from sglang_inflight.frontend.http.vllm.openai_records import OpenAIRecords
-from sglang_inflight.frontend.http.vllm.records import Experts, wants_experts
-from sglang_inflight.hooking import AROUND, hook
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.extensions.vllm.openai_records import OpenAIRecords
+from sglang_inflight.extensions.vllm.records import Experts, wants_experts
+from sglang_inflight.frontend.openai_requests import refusal
+from sglang_inflight.hooking import AROUND, OPENAI_SERVING, TOKENIZER_MANAGER, hook, with_us
+from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+
     from sglang_inflight.sglang_types import TokenizerManager
 
 # value, token, and the token's text
@@ -176,16 +179,36 @@ def _prompt_logprobs(
 _asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
 
 
+@hook(f"{OPENAI_SERVING}.handle_request", AROUND, order=-1, when=with_us)
+async def read_fields(
+    handle: Callable[..., Awaitable[Any]],
+    serving: OpenAIServingBase,
+    request: Any,
+    raw_request: Any,
+) -> Any:
+    """Serve or refuse vLLM's fields of a request that the core has let in."""
+    if not isinstance(request, CompletionRequest | ChatCompletionRequest):
+        return await handle(serving, request, raw_request)
+    try:
+        # no second parse: the request caches FastAPI's JSON
+        fields = VLLMFields(request, await raw_request.json(), serving.tokenizer_manager)
+    except InflightError as error:
+        return refusal(request, error)
+    return fields.finish(await handle(serving, request, raw_request))
+
+
+@hook(f"{TOKENIZER_MANAGER}.generate_request", AROUND, order=-1, when=with_us)
 def note_results(
     generate: Callable[..., AsyncGenerator[Any]],
     tokenizer_manager: TokenizerManager,
-    *args: Any,
-) -> Any:
+    obj: Any,
+    request: Any = None,
+) -> AsyncGenerator[Any]:
     """Note the results of a request from an OpenAI route."""
     asked = _asked.get()
     if asked is None:
-        return generate(tokenizer_manager, *args)
-    return asked.generate(functools.partial(generate, tokenizer_manager), *args)
+        return generate(tokenizer_manager, obj, request)
+    return asked.generate(functools.partial(generate, tokenizer_manager), obj, request)
 
 
 @hook("sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs", AROUND)

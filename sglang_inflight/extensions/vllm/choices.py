@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.frontend.http.vllm.records import masks_of, pack_masks, spans_of
+from sglang_inflight.extensions.vllm.records import masks_of, pack_masks, spans_of
 
 # vLLM's floor: JSON has no infinity
 LOWEST = -9999.0

@@ -6,8 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.frontend.as_sglang import convert, decode
-from sglang_inflight.frontend.http.vllm.bodies import (
+from sglang_inflight.extensions.vllm.bodies import (
     PACKED_BYTES,
     BroadcastBody,
     HandlesBody,
@@ -17,6 +16,7 @@ from sglang_inflight.frontend.http.vllm.bodies import (
     UpdateBody,
     UpdateInfo,
 )
+from sglang_inflight.frontend.as_sglang import convert, decode
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, SPARSE, Selector

@@ -42,7 +42,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_inflight.capabilities import as_sglang_does
+from sglang_inflight.extensions.transparent import TransparentSettings
 from sglang_inflight.frontend.aio import SharedCall, keep
+from sglang_inflight.frontend.frontend import HANDLERS, Frontend
 from sglang_inflight.frontend.handlers import Arrival, Handler, Handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
@@ -50,7 +52,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.frontend.updates.wanted import source_of
 from sglang_inflight.messages import KVPolicy, PauseMode
-from sglang_inflight.settings import Settings
+from sglang_inflight.settings import Settings, read
 from sglang_inflight.vocabulary.answers import (
     Begun,
     Capabilities,
@@ -200,6 +202,24 @@ class Window:
             self.grace.cancel()
 
 
+@HANDLERS.join()
+def become_transparent(
+    frontend: Frontend, tokenizer_manager: TokenizerManager, handlers: Handlers
+) -> Handlers:
+    return Transparent(
+        handlers,
+        tokenizer_manager,
+        frontend.pauses,
+        frontend.updates,
+        frontend.memory,
+        frontend.groups,
+        frontend.settings,
+        frontend.can,
+        grace_s=read(TransparentSettings).transparent_grace_s,
+        in_background=frontend.in_background,
+    ).handlers
+
+
 class Transparent:
     """Handlers of transparent mode. At most one window is open. Lives on the front end's loop.
 
@@ -220,9 +240,13 @@ class Transparent:
         settings: Settings,
         can: Capabilities,
         *,
+        grace_s: float,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """``in_background`` runs a coroutine without a waiting caller, and logs its failure."""
+        """``in_background`` runs a coroutine without a waiting caller, and logs its failure.
+
+        ``grace_s``: seconds without an update after which a window becomes a real pause.
+        """
         self._direct = direct
         self._tokenizer_manager = tokenizer_manager
         self._pauses = pauses
@@ -231,6 +255,7 @@ class Transparent:
         self._groups = groups
         self._can = can
         self._settings = settings
+        self._grace_s = grace_s
         self._in_background = in_background
         self._tasks = tokenizer_manager.asyncio_tasks
         self._window: Window | None = None
@@ -269,7 +294,7 @@ class Transparent:
             window = None
         if window is None:
             window = self._window = Window(mode, before=before.ending if before else None)
-            self._start_grace(window, self._settings.transparent_grace_s)
+            self._start_grace(window, self._grace_s)
         else:
             # AReaL pauses with abort, and then in_place to hold what it has emptied
             window.mode = max(window.mode, mode, key=list(_MEANINGS).index)
@@ -562,7 +587,7 @@ class Transparent:
         pause_id, window.pause_id, window.pausing = window.pause_id, None, SharedCall()
         await self._pauses.give_back(pause_id)
         if self._window is window:
-            self._start_grace(window, self._settings.transparent_grace_s)
+            self._start_grace(window, self._grace_s)
 
     async def _take_pause(self, window: Window) -> None:
         if self._window is not window:

@@ -14,20 +14,8 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.frontend.as_sglang import decode, read_query
-from sglang_inflight.frontend.caches import clear_preprocessed
-from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.http.endpoints import (
-    Content,
-    Endpoint,
-    fails_on_shutdown,
-    guarded,
-    while_connected,
-    with_body,
-    with_query,
-)
-from sglang_inflight.frontend.http.vllm.adapters import LoadBody, VLLMAdapters
-from sglang_inflight.frontend.http.vllm.bodies import (
+from sglang_inflight.extensions.vllm.adapters import LoadBody, VLLMAdapters
+from sglang_inflight.extensions.vllm.bodies import (
     AbortBody,
     CheckBody,
     FinishBody,
@@ -41,15 +29,28 @@ from sglang_inflight.frontend.http.vllm.bodies import (
     WorldSizeQuery,
     choose_pause_mode,
 )
-from sglang_inflight.frontend.http.vllm.generate import Generate
-from sglang_inflight.frontend.http.vllm.openai_fields import detokenize
-from sglang_inflight.frontend.http.vllm.server_info import ServerInfo, mismatches, read_checksums
-from sglang_inflight.frontend.http.vllm.trainers import (
+from sglang_inflight.extensions.vllm.generate import Generate
+from sglang_inflight.extensions.vllm.openai_fields import detokenize
+from sglang_inflight.extensions.vllm.server_info import ServerInfo, mismatches, read_checksums
+from sglang_inflight.extensions.vllm.trainers import (
     CollectiveRPC,
     names_weight_dir,
     update_from_weight_dir,
 )
-from sglang_inflight.frontend.http.vllm.transfer import Transfer
+from sglang_inflight.extensions.vllm.transfer import Transfer
+from sglang_inflight.frontend.as_sglang import decode, read_query
+from sglang_inflight.frontend.caches import clear_preprocessed
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.endpoints import (
+    Content,
+    Endpoint,
+    fails_on_shutdown,
+    guarded,
+    while_connected,
+    with_body,
+    with_query,
+)
+from sglang_inflight.frontend.tokenizer_hooks import ROUTES
 from sglang_inflight.sglang_types import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
 from sglang_inflight.vocabulary.bodies import (
@@ -82,6 +83,7 @@ VLLMS_NAMES = {
 }
 
 
+@ROUTES.join()
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put vLLM's routes before SGLang's routes of the same path."""
     routes = _Routes(frontend, tokenizer_manager)

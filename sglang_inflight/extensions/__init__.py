@@ -1,0 +1,1 @@
+"""One folder for each extension, see ``extension.py``."""

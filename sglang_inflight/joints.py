@@ -1,0 +1,63 @@
+"""Joints: the places of the core at which extensions take part.
+
+The core names a joint and calls its functions, and an extension's module joins a function to it by
+a decorator. ``compose`` puts the functions of the installed modules in order, once, before SGLang
+makes a process' objects. A joint without functions costs an empty loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_joints: list[Joint[Any]] = []
+
+
+class Joint(Generic[F]):
+    """One place. ``F`` is the type of the functions that take part there.
+
+    ``join`` is for a module's top level. After ``compose`` nothing changes any more, so any thread
+    may iterate.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._declared: dict[tuple[int, str], F] = {}
+        self._functions: tuple[F, ...] = ()
+        _joints.append(self)
+
+    def __iter__(self) -> Iterator[F]:
+        return iter(self._functions)
+
+    def join(self, *, order: int = 0) -> Callable[[F], F]:
+        """Declare the decorated function a part of this joint, called after those of lower order.
+
+        Raises ``ValueError`` for a second function of a module with the same order.
+        """
+
+        def declare(function: F) -> F:
+            key = order, function.__module__
+            if key in self._declared:
+                raise ValueError(f"{function.__module__} joins {self.name} twice in order {order}")
+            self._declared[key] = function
+            return function
+
+        return declare
+
+    def compose(self, modules: Collection[str]) -> None:
+        self._functions = tuple(
+            function
+            for (_, module), function in sorted(self._declared.items(), key=lambda each: each[0])
+            if module in modules
+        )
+
+
+def compose(modules: Collection[str]) -> None:
+    """Import ``modules``, and let exactly their functions take part at every joint."""
+    for module in modules:
+        importlib.import_module(module)
+    for joint in _joints:
+        joint.compose(modules)
