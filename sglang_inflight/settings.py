@@ -19,8 +19,13 @@ PREFIX = "SGLANG_INFLIGHT_"
 _T = TypeVar("_T")
 
 
-def setting(default: _T, parse: Callable[[str], _T], help: str) -> _T:
-    value: Any = field(default=default, metadata={"parse": parse, "help": help})
+def setting(default: _T, parse: Callable[[str], _T], help: str, *, is_shared: bool = False) -> _T:
+    """Return a field. A setting that ``is_shared`` is the same on all nodes of a server.
+
+    Ranks of a replica step together, so what a step does may depend only on such settings.
+    """
+    metadata = {"parse": parse, "help": help, "is_shared": is_shared}
+    value: Any = field(default=default, metadata=metadata)
     return value
 
 
@@ -84,6 +89,7 @@ class Settings:
         one_of("auto", "changes", "device", "host", "off"),
         "form of staged weights until their commit: changes keeps the elements that differ, device "
         "and host keep a second copy, off writes in place",
+        is_shared=True,
     )
     changes_bytes: int | None = setting(
         None,
@@ -127,11 +133,13 @@ class Settings:
         None,
         natural,
         "end a request when its first token is more commits behind than this",
+        is_shared=True,
     )
     previous_every: int = setting(
         4,
         counted,
         "requests pinned to the previous version get at most every k-th step of a busy server",
+        is_shared=True,
     )
     previous_grace_s: float = setting(
         0.0,
@@ -149,12 +157,6 @@ class Settings:
         None,
         positive,
         "lease of a pause whose caller names none, in seconds: a dead trainer's pause then ends",
-    )
-    pd_mismatch: str = setting(
-        "keep",
-        one_of("keep", "abort"),
-        "a decode server's treatment of a request from a prefill server with another version: "
-        "keep shows both versions in its spans; abort ends it with 503",
     )
     pace_bytes_per_s: int | None = setting(
         None,
@@ -194,6 +196,7 @@ class Settings:
         boolean,
         "serve nothing before the first whole update, for a start with random weights "
         "(--load-format dummy)",
+        is_shared=True,
     )
     model_names: str = setting(
         "known",

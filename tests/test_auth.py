@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.server import Server
-from sglang_inflight.redaction import REDACTED
+from sglang_inflight.extensions.mends.redaction import REDACTED
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import routes
 

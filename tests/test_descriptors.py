@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from harness.server import PLAIN, Server, schedulers
-from sglang_inflight.frontend.workers.forward import HERE
+from sglang_inflight.extensions.workers.forward import HERE
 from tests.support import descriptors
 from tests.support.checkpoint_engine import DEVICE
 from tests.support.load import ENDLESS, more_tokens, start_running, until, update

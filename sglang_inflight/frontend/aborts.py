@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.workers.protocol import WorkerRole
+    from sglang_inflight.frontend.worker_role import WorkerRole
     from sglang_inflight.sglang_types import TokenizerManager
 
 

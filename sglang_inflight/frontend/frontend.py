@@ -44,7 +44,7 @@ from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.workers.protocol import WorkerRole
+    from sglang_inflight.frontend.worker_role import WorkerRole
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)

@@ -6,20 +6,18 @@ take such calls, and answer in SGLang's form.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
-from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.gate import pass_gate
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
 from sglang_inflight.frontend.spans import as_sglang_writes_them
-from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.hooking import (
     AFTER,
     AROUND,
@@ -35,7 +33,7 @@ from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.joints import Joint
 from sglang_inflight.late_import import when_imported
 from sglang_inflight.messages import KV_VERSIONS, RECORDS
-from sglang_inflight.sglang_types import get_context, get_serving
+from sglang_inflight.sglang_types import get_context
 from sglang_inflight.vocabulary.bodies import Body, NameBody
 from sglang_inflight.vocabulary.calls import TABLE, Call
 
@@ -43,15 +41,23 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from sglang.srt.managers.io_struct import BaseReq
     from sglang.srt.server_args import PortArgs
+    from starlette.routing import BaseRoute
 
     from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
-    from sglang_inflight.frontend.workers.forward import Forward
     from sglang_inflight.sglang_types import ServerArgs, TokenizerManager
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 # puts routes before SGLang's routes of the same path
 ROUTES: Joint[Callable[[FastAPI, Frontend, TokenizerManager], None]] = Joint("routes")
+# changes the app with our routes, the list
+MOUNTED: Joint[
+    Callable[[FastAPI, Sequence[BaseRoute], PatchedTokenizerManager, PortArgs], None]
+] = Joint("mounted")
+# takes part in a new front end, whose routes are mounted if the app is there
+FRONT_ENDS: Joint[Callable[[Frontend, PatchedTokenizerManager, PortArgs], None]] = Joint(
+    "front ends"
+)
 
 
 @hook(f"{TOKENIZER_MANAGER}.__init__", AFTER)
@@ -72,20 +78,12 @@ def create_frontend(
     if frontend.settings.require_update:
         # a warm-up request would be refused: the weights are hollow
         get_context().override("inflight.require_update", skip_server_warmup=True)
-    owner_endpoint: OwnerEndpoint | None = getattr(port_args, ATTRIBUTE, None)
-    forward = None
-    if owner_endpoint is not None:
-        from sglang_inflight.frontend.workers.forward import Forward
-
-        forward = Forward(owner_endpoint.calls)
     when_imported(
         HTTP_SERVER,
-        lambda http_server: _mount(http_server, frontend, tokenizer_manager, forward),
+        lambda http_server: _mount(http_server, frontend, tokenizer_manager, port_args),
     )
-    if owner_endpoint is not None and forward is not None:
-        from sglang_inflight.frontend.workers.worker import Worker
-
-        frontend.worker = Worker(owner_endpoint, forward, frontend, tokenizer_manager)
+    for take_part in FRONT_ENDS:
+        take_part(frontend, tokenizer_manager, port_args)
 
 
 def _mount_inactive(app: FastAPI, why: str) -> None:
@@ -98,7 +96,7 @@ def _mount(
     http_server: ModuleType,
     frontend: Frontend,
     tokenizer_manager: PatchedTokenizerManager,
-    forward: Forward | None,
+    port_args: PortArgs,
 ) -> None:
     from sglang_inflight.frontend.http import generate, ready, routes
 
@@ -109,21 +107,9 @@ def _mount(
         add_routes(app, frontend, tokenizer_manager)
     generate.mount(app, http_server, frontend)
     ready.mount(app, frontend, tokenizer_manager)
-    if forward is not None:
-        from sglang_inflight.frontend.workers.forward import mount_abort_request
-
-        ours = app.router.routes[: len(app.router.routes) - upstreams]
-        forward.mount(app, ours)
-        mount_abort_request(app, tokenizer_manager)
-        # a worker's stack was built before its manager; Starlette rebuilds a missing stack
-        app.middleware_stack = None
-        _check_keys(app)
-
-
-def _check_keys(app: FastAPI) -> None:
-    """Check the admin key in a worker; with a single worker SGLang does so itself."""
-    if (key := get_serving().admin_api_key) is not None:
-        add_api_key_middleware(app, api_key=None, admin_api_key=key)
+    ours = app.router.routes[: len(app.router.routes) - upstreams]
+    for change in MOUNTED:
+        change(app, ours, tokenizer_manager, port_args)
 
 
 def _unless_original(call: Call) -> Callable[..., Any]:

@@ -10,32 +10,27 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 from sglang.srt.managers.io_struct import BaseReq, sock_send
-from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
+from sglang.srt.utils.network import get_zmq_socket
 
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     A,
     Done,
     Failed,
     GenerationContinues,
     InflightCall,
-    Pulse,
     RankAnswer,
 )
-from sglang_inflight.scheduler.collectives import broadcast_from_first_rank_of_all
-from sglang_inflight.scheduler.nodes import FRAME_BYTES, Relay
-from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import is_first_of_replica, own_placement, own_rank
+from sglang_inflight.unsupported import Unsupported
 from sglang_inflight.vocabulary.errors import ERRORS, Exhausted, InflightError, Refused
 
 logger = logging.getLogger(__name__)
-# time between two pulses of a rank on another node
-PULSE_S = 1.0
 
 
 class AnswerChannel:
@@ -108,25 +103,22 @@ class ReplyTransport(Protocol):
     def send(self, message: BaseReq) -> None: ...
 
 
+# finds the transport of a rank, by the name of the front end's socket; None leaves it to the core.
+# May be a collective over all ranks of the replica, on the scheduler's thread
+TRANSPORTS: Joint[Callable[[str], ReplyTransport | None]] = Joint("transports")
+
+
 def find_reply_transport(ipc_name: str) -> ReplyTransport:
     """Return this rank's transport. Only ranks of the front end's node can connect to ``ipc_name``.
 
-    With several nodes this is a collective over all ranks of the replica, on the scheduler's
-    thread. So the first rank's key reaches the others by SGLang's private connections.
+    Raise ``Unsupported`` on another node without an extension that reaches the front end.
     """
-    placement = own_placement()
-    if not placement.has_other_nodes:
-        return LocalReplies(ipc_name)
-    group = get_parallel().world_group
-    relay: list[str | bytes] = []
-    if group.rank == group.ranks[0]:
-        relay = [*Relay.start(ipc_name)]
-    endpoint, key = broadcast_from_first_rank_of_all(relay)
-    if placement.is_with_front_end:
-        return LocalReplies(ipc_name)
-    assert isinstance(endpoint, str)
-    assert isinstance(key, bytes)
-    return RemoteReplies(endpoint, key)
+    for find in TRANSPORTS:
+        if (found := find(ipc_name)) is not None:
+            return found
+    if not own_placement().is_with_front_end:
+        raise Unsupported("this server has several nodes, and the extension nodes is not installed")
+    return LocalReplies(ipc_name)
 
 
 class LocalReplies:
@@ -143,39 +135,6 @@ class LocalReplies:
     def send(self, message: BaseReq) -> None:
         with self._lock:
             sock_send(self._socket, message)
-
-
-class RemoteReplies:
-    """Replies from another node, over TCP to the relay in the replica's first rank.
-
-    A thread sends a pulse every second, so that the first node can tell a dead rank from an idle
-    one. The pulse thread shares the socket under the lock.
-    """
-
-    def __init__(self, endpoint: str, key: bytes) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._socket = zmq_context().socket(zmq.PUSH)
-        # no limit on queued messages: a dead first node must not block this node's loop
-        self._socket.sndhwm = 0
-        self._socket.ipv6 = is_zmq_endpoint_ipv6(endpoint)
-        self._socket.curve_serverkey = key
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.connect(endpoint)
-        self._lock = threading.Lock()
-        threading.Thread(target=self._send_pulses, name="pulse", daemon=True).start()
-
-    def send(self, message: BaseReq) -> None:
-        content = self._encode(message)
-        frames = [content[at : at + FRAME_BYTES] for at in range(0, len(content), FRAME_BYTES)]
-        with self._lock:
-            self._socket.send_multipart(frames)
-
-    def _send_pulses(self) -> None:
-        dp_rank, pp_rank, tp_rank = own_rank()
-        pulse = Pulse(dp_rank=dp_rank, pp_rank=pp_rank, tp_rank=tp_rank)
-        while True:
-            self.send(pulse)
-            time.sleep(PULSE_S)
 
 
 @functools.cache

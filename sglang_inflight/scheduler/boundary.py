@@ -19,8 +19,8 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.beams import begin_beams_anew
 from sglang_inflight.scheduler.by_version import paused_as_it_was, send_abort_output
-from sglang_inflight.scheduler.fixes import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.sglang_types import get_disagg, get_parallel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -32,6 +32,7 @@ from sglang_inflight.hooking import (
     hook,
     with_us,
 )
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     CancelReleaseCall,
     CheckAdapterCall,
@@ -66,21 +67,17 @@ from sglang_inflight.messages import (
     TimesOver,
 )
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.aborted_output import finish_with_output, has_made_something
 from sglang_inflight.scheduler.adapters import Adapters
 from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
 from sglang_inflight.scheduler.boundary import AT_ONCE, Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.fixes import (
-    finish_with_output,
-    has_made_something,
-)
 from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
@@ -89,7 +86,6 @@ from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.update.served.layout import name_layout
 from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
 from sglang_inflight.scheduler.versions.contracts import Contracts
-from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
@@ -111,6 +107,10 @@ if TYPE_CHECKING:
 # by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
+P = TypeVar("P")
+# makes an extension's object beside a new controller; hooks find it by ``Controller.part``
+PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
+
 
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
@@ -122,25 +122,16 @@ class Controller:
     def __init__(self, scheduler: ReservingScheduler, port_args: PortArgs) -> None:
         settings = Settings.from_environment()
         switch_often(settings.switch_interval_s)
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
-        metrics = Metrics(scheduler.weight_updater.metrics_collector)
-        boundary = self._boundary = Boundary(scheduler, metrics)
-        NAMES.bind(scheduler, boundary.requests)
+        metrics = self.metrics = Metrics(scheduler.weight_updater.metrics_collector)
+        boundary = self.boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.captured = CapturedRows(scheduler)
         self.fence = PrefixFence(boundary)
-        self.handover = Handover(
-            scheduler,
-            self.versions,
-            kv_versions,
-            self.fence,
-            metrics,
-            ends_mismatched=settings.pd_mismatch == "abort",
-        )
         adapter_versions = AdapterVersions()
         self.contracts = Contracts(scheduler, boundary, self.versions, adapter_versions, metrics)
         self.adapters = Adapters(
@@ -234,7 +225,14 @@ class Controller:
             scheduler, boundary, self.memory_release, self._answers, self.staging.can
         )
         containment.surround(scheduler._request_dispatcher)
+        self._parts = {type(part): part for part in (make(self) for make in PARTS)}
         self._background = containment.background
+
+    def part(self, kind: type[P]) -> P:
+        """Return an extension's object, which a function at ``PARTS`` has made."""
+        found = self._parts[kind]
+        assert isinstance(found, kind)
+        return found
 
     # ---- called by patches and hooks ----------------------------------------------
 
@@ -248,13 +246,13 @@ class Controller:
         # where no step is held up, all end before the loop sleeps. The ranks of a replica agree
         is_stepping = self.pause.state is PauseState.RUNNING and not self.hold.is_due
         is_held_up = is_stepping and self._has_running
-        self._boundary.end_some(at_once=AT_ONCE if is_held_up else None)
+        self.boundary.end_some(at_once=AT_ONCE if is_held_up else None)
         self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
 
     @property
     def parked_batches(self) -> list[ScheduleBatch]:
-        return self._boundary.requests.parked_batches
+        return self.boundary.requests.parked_batches
 
     def needs_a_boundary(self, request: object) -> bool:
         """Return whether ``request``, and every message behind it, must wait for a boundary.
@@ -286,7 +284,7 @@ class Controller:
             return self.turns.choose(
                 lambda running, last: choose(running_batch=running, last_batch=last)
             )
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if self.holds_the_turn():
             return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
         # a deferred call may have retracted the batches that the loop passed in
@@ -305,7 +303,7 @@ class Controller:
         requests to prefill. So both queues are filtered.
         """
         is_draining = self.pause.state is PauseState.DRAINING
-        boundary = self._boundary
+        boundary = self.boundary
         if not is_draining and not self.turns.are_taken and not boundary.are_ending:
             return schedule(*args, **kwargs)
 
@@ -314,7 +312,7 @@ class Controller:
                 return True
             return is_draining and not self.pause.admits(req)
 
-        scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
+        scheduler, grammars = self.scheduler, self.scheduler.grammar_manager
         held = [req for req in scheduler.waiting_queue if is_held(req)]
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not is_held(req)]
         without_grammar = [req for req in grammars.grammar_queue if is_held(req)]
@@ -333,7 +331,7 @@ class Controller:
         """
         if self.pause.state is not PauseState.DRAINING:
             return ask(*args, **kwargs)
-        prealloc = self._scheduler.disagg_decode_prealloc_queue
+        prealloc = self.scheduler.disagg_decode_prealloc_queue
         held = [entry for entry in prealloc.queue if not self.pause.admits(entry.req)]
         prealloc.queue = [entry for entry in prealloc.queue if self.pause.admits(entry.req)]
         try:
@@ -356,8 +354,8 @@ class Controller:
     @hook(f"{SCHEDULER}.abort_request", AROUND, via="inflight")
     def abort_own_requests(self, abort: Callable[[AbortReq], None], recv_req: AbortReq) -> None:
         """End the requests that SGLang's abort misses. Another worker's requests stay."""
-        if not self._boundary.requests.is_of_another_worker(recv_req):
-            self._boundary.abort_waiting(recv_req)
+        if not self.boundary.requests.is_of_another_worker(recv_req):
+            self.boundary.abort_waiting(recv_req)
             abort(recv_req)
 
     # the sender to the detokenizer has no controller
@@ -377,7 +375,7 @@ class Controller:
 
     def _abort_with_output(self, req: Req, abort: AbortReq) -> bool:
         """Send the abort together with the output of ``req``. Return False if there is none."""
-        streamer = self._scheduler.output_streamer
+        streamer = self.scheduler.output_streamer
         if not streamer.is_generation or not has_made_something(req):
             return False
         finish_with_output(streamer, req, abort)
@@ -410,13 +408,13 @@ class Controller:
 
         ``transfers`` may include other pools than the KV's: other pools have no versions.
         """
-        for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
+        for transfer in transfers_of_kv(self.scheduler.tree_cache, transfers):
             self.kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)
 
     @hook(f"{TRANSFERS}.submit_host_to_device", BEFORE, via="inflight", when=with_us)
     def follow_from_host(self, transfers: list[L2Transfer], *args: Any, **kwargs: Any) -> None:
         """Copy the versions of KV slots back to the device, before SGLang copies the KV."""
-        for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
+        for transfer in transfers_of_kv(self.scheduler.tree_cache, transfers):
             self.kv_versions.follow_from_host(transfer.host_indices, transfer.device_indices)
 
     @hook(f"{PROCESSOR}._resolve_spec_v2_tokens", AFTER, via="req_to_token_pool.inflight")
@@ -512,12 +510,12 @@ class Controller:
         self._describe(call)
 
     def _flush(self, call: FlushCall) -> None:
-        self._boundary.drain()
-        running = len(self._boundary.requests.running())
+        self.boundary.drain()
+        running = len(self.boundary.requests.running())
         if running and not call.retract:
             raise Conflict(f"{running} running requests hold KV")
-        self._boundary.retract()
-        self._boundary.flush(empty_cache=False)
+        self.boundary.retract()
+        self.boundary.flush(empty_cache=False)
         self._answers.succeed(call, Done())
 
     def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
@@ -536,7 +534,7 @@ class Controller:
             call,
             Described(
                 capabilities=capabilities.with_store(self.staging.can, get_memory()),
-                role=_ROLES[self._scheduler.disaggregation_mode.value],
+                role=_ROLES[self.scheduler.disaggregation_mode.value],
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),
                 staging=self.staging.describe(),
@@ -549,7 +547,7 @@ class Controller:
 
     @property
     def _has_running(self) -> bool:
-        batches = (self._scheduler.running_batch, *self._boundary.requests.parked_batches)
+        batches = (self.scheduler.running_batch, *self.boundary.requests.parked_batches)
         return any(not batch.is_empty() for batch in batches)
 
 

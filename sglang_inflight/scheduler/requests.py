@@ -216,8 +216,8 @@ class Requests:
     def is_of_another_worker(self, request: AbortReq) -> bool:
         """Return whether the named request belongs to another tokenizer worker than the abort.
 
-        A worker aborts its own request. That request may have ended, or been refused, by now
-        (``request_names.py``), and another worker's request may have its name.
+        A worker aborts its own request. That request may have ended, or been refused, by now, and
+        another worker's request may have its name.
         """
         worker = request.http_worker_ipc
         if request.abort_all or worker is None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_inflight.hooking import AFTER, SCHEDULER, hook
 from sglang_inflight.scheduler.controller import Controller
-from sglang_inflight.scheduler.fixes import look_for_embeddings
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.unsupported import refuse_what_was_not_asked
 
@@ -30,6 +29,5 @@ def create_controller(
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
     cast("PatchedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller
-    look_for_embeddings(scheduler)
     if (engine := engine_of(scheduler.tree_cache)) is not None:
         cast("PatchedTransferEngine", engine).inflight = controller

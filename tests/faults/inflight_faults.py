@@ -28,15 +28,15 @@ def install() -> None:
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_inflight.extensions.nodes import check, relay
     from sglang_inflight.reference import PageSaver
-    from sglang_inflight.scheduler import nodes
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.release import MemoryRelease
     from sglang_inflight.scheduler.update.jobs import Jobs
     from sglang_inflight.scheduler.update.served.files import NewFile
 
-    nodes.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", nodes.WAIT_S))
-    nodes.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", nodes.SILENCE_S))
+    check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))
+    relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
     if "INFLIGHT_TEST_FURTHER_NODE" in os.environ:
         # the first node, on this machine, may have bound the server's ports already
         server_args.wait_port_available = lambda port, name, **_: True
@@ -53,7 +53,7 @@ def install() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
-    worker = "sglang_inflight.frontend.workers.worker.Worker"
+    worker = "sglang_inflight.extensions.workers.worker.Worker"
     HookRegistry.register(f"{worker}._act", news, HookType.AROUND)
 
 

@@ -11,8 +11,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.managers import io_struct
 
+from sglang_inflight.extensions.workers.forward import AbortBody
 from sglang_inflight.frontend.as_sglang import decode, sglangs_class
-from sglang_inflight.frontend.workers.forward import AbortBody
 from sglang_inflight.vocabulary import bodies, sparse
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused

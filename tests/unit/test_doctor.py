@@ -51,7 +51,7 @@ def test_doctor_checks_every_hook() -> None:
 @pytest.mark.parametrize(
     ("module", "target", "reason"),
     [
-        ("scheduler.fixes", "sglang.srt.managers.scheduler.Scheduler.run_bach", "run_bach"),
+        ("scheduler.hold", "sglang.srt.managers.scheduler.Scheduler.run_bach", "run_bach"),
         ("frontend.spans", "sglang.srt.no_such_module.TokenizerManager.run", "no_such_module"),
         ("frontend.engine.hooks", "sglang.version.__version__", "it is a str"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.workers.forward import Forward
+from sglang_inflight.extensions.workers.forward import Forward
 
 
 class Owner:

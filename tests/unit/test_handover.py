@@ -13,15 +13,15 @@ from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.scheduler.versions import handover as handovers
-from sglang_inflight.scheduler.versions import kv_versions, token_versions
-from sglang_inflight.scheduler.versions.handover import (
+from sglang_inflight.extensions.disaggregation import handover as handovers
+from sglang_inflight.extensions.disaggregation.handover import (
     Handover,
     Part,
     hash_name,
     read_note,
     write_note,
 )
+from sglang_inflight.scheduler.versions import kv_versions, token_versions
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions

@@ -63,7 +63,7 @@ def test_versions_follow_only_kv_to_host_tier(
     controller = Controller.__new__(Controller)
     cache: Any = SimpleNamespace(cache_controller=copier)
     any_controller: Any = controller
-    any_controller._scheduler = SimpleNamespace(tree_cache=cache)
+    any_controller.scheduler = SimpleNamespace(tree_cache=cache)
     any_controller.kv_versions = recorder = Recorder()
     engine: Any = SimpleNamespace(inflight=controller)
     pools = [] if window is None else [PoolTransfer(PoolName.SWA, window, window)]

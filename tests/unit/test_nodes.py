@@ -13,9 +13,8 @@ import zmq
 from sglang.srt.managers.io_struct import sock_recv
 
 from sglang_inflight import messages
-from sglang_inflight.messages import Done, Failed, Pulse, RankIsSilent, StatusCall
-from sglang_inflight.scheduler.answers import RemoteReplies
-from sglang_inflight.scheduler.nodes import (
+from sglang_inflight.extensions.nodes.check import describe_this_node, find_difference
+from sglang_inflight.extensions.nodes.relay import (
     FRAME_BYTES,
     SILENCE_S,
     WARN_EVERY_S,
@@ -24,10 +23,10 @@ from sglang_inflight.scheduler.nodes import (
     RelayAddress,
     RelaySocket,
     choose_address,
-    describe_this_node,
-    find_difference,
     open_relay_socket,
 )
+from sglang_inflight.extensions.nodes.replies import RemoteReplies
+from sglang_inflight.messages import Done, Failed, Pulse, RankIsSilent, StatusCall
 from sglang_inflight.unsupported import Unsupported
 
 HERE = {"sglang-inflight": "0.1.0 (aa)", "SGLANG_INFLIGHT_STAGING": "auto"}
@@ -90,7 +89,7 @@ def test_relay_binds_meeting_interface(
 
 
 def test_local_loopback_name_binds_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_inflight.scheduler import nodes
+    from sglang_inflight.extensions.nodes import relay as nodes
 
     monkeypatch.setattr(nodes, "_own_address_towards", lambda host, port: "127.0.1.1")
     chosen = choose_address("head-node:5000")
@@ -248,7 +247,7 @@ def test_oversized_frame_of_a_stranger_is_refused(
 
 @pytest.mark.parametrize("words", [b"", _SIGNATURE, _SIGNATURE + b"\x03\x00" + _CURVE])
 def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
-    monkeypatch.setattr("sglang_inflight.scheduler.nodes.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("sglang_inflight.extensions.nodes.relay.HANDSHAKE_S", 0.1)
     context: zmq.Context[Any] = zmq.Context()
     relay_socket = open_relay_socket(context, LOOPBACK)
     relayed = Relayed(context, relay_socket, connect_node(context, relay_socket.address))
@@ -293,7 +292,7 @@ def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -
 def test_relay_limits_messages_read_at_once(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_inflight.scheduler.nodes.MOST_AT_ONCE", 2)
+    monkeypatch.setattr("sglang_inflight.extensions.nodes.relay.MOST_AT_ONCE", 2)
     for frames in ([b""], [b""], [encode(Done(call_id="one"))]):
         relayed.node.send_multipart(frames)
     relayed.relay.listen()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_inflight.frontend.workers import folder
-from sglang_inflight.frontend.workers.folder import OwnersFolder, remove_abandoned
+from sglang_inflight.extensions.workers import folder
+from sglang_inflight.extensions.workers.folder import OwnersFolder, remove_abandoned
 
 _OWNER = """
 import sys
-from sglang_inflight.frontend.workers.folder import OwnersFolder
+from sglang_inflight.extensions.workers.folder import OwnersFolder
 folder = OwnersFolder()
 (folder.path / "calls").touch()
 print(folder.path, flush=True)

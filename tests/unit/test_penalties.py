@@ -15,14 +15,14 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_inflight.scheduler import fixes
+from sglang_inflight.extensions.mends import penalties
 
 VOCAB, PROMPT, END = 8, 7, 6
 HOOKS = {
-    BatchedFrequencyPenalizer: fixes.count_frequencies,
-    BatchedPresencePenalizer: fixes.note_presence,
-    BatchedRepetitionPenalizer: fixes.note_repetition,
-    BatchedMinNewTokensPenalizer: fixes.count_tokens,
+    BatchedFrequencyPenalizer: penalties.count_frequencies,
+    BatchedPresencePenalizer: penalties.note_presence,
+    BatchedRepetitionPenalizer: penalties.note_repetition,
+    BatchedMinNewTokensPenalizer: penalties.count_tokens,
 }
 # tokens of each request. The last request has no penalties.
 MADE: tuple[list[int], ...] = ([3, 4, 3], [], [5, 5])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_inflight.redaction import (
+from sglang_inflight.extensions.mends.redaction import (
     REDACTED,
     redact_arguments,
     redact_command,

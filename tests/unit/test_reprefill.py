@@ -13,8 +13,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_inflight.scheduler import fixes
-from sglang_inflight.scheduler.fixes import append_hidden_states, embed_tokens
+from sglang_inflight.extensions.mends import prefilled_again
+from sglang_inflight.extensions.mends.prefilled_again import append_hidden_states, embed_tokens
 
 WIDTH = 2
 
@@ -56,7 +56,7 @@ def embedded(batch: Any, given: list[float], ids: list[int], model: Model) -> li
 
 @pytest.fixture(autouse=True)
 def _first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixes, "get_parallel", lambda: SimpleNamespace(pp_rank=0))
+    monkeypatch.setattr(prefilled_again, "get_parallel", lambda: SimpleNamespace(pp_rank=0))
 
 
 @pytest.mark.parametrize("model", [Model(), EmbedsItself()])

@@ -16,9 +16,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.frontend.workers.hooks import separate_workers
-from sglang_inflight.scheduler import request_names
-from sglang_inflight.scheduler.request_names import RequestNames
+from sglang_inflight.extensions.workers import request_names
+from sglang_inflight.extensions.workers.hooks import separate_workers
+from sglang_inflight.extensions.workers.request_names import RequestNames
 
 
 def request(rid: str, worker: str) -> TokenizedGenerateReqInput:

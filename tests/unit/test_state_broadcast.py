@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_inflight.frontend.workers import state_broadcast
-from sglang_inflight.frontend.workers.protocol import (
+from sglang_inflight.extensions.workers import state_broadcast
+from sglang_inflight.extensions.workers.protocol import (
     Ack,
     Adapter,
     AdapterRefs,
@@ -22,7 +22,7 @@ from sglang_inflight.frontend.workers.protocol import (
     line,
     read_owner_message,
 )
-from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
+from sglang_inflight.extensions.workers.state_broadcast import StateBroadcast
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 FIRST = ServerState(

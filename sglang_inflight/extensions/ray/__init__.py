@@ -8,4 +8,5 @@ EXTENSION = Extension(
     name="ray",
     late_modules={"sglang.srt.ray.engine": "sglang_inflight.extensions.ray.hooks"},
     library="ray",
+    requires=("nodes",),
 )

@@ -61,7 +61,7 @@ def install_in_actor(
     from sglang.srt.plugins import load_plugins
 
     from sglang_inflight import plugin
-    from sglang_inflight.scheduler.nodes import describe_this_node
+    from sglang_inflight.extensions.nodes.check import describe_this_node
     from sglang_inflight.topology import Placement, set_placement_on_ray
 
     try:

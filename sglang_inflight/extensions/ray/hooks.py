@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms import current_platform
 
+from sglang_inflight.extensions.nodes.check import describe_this_node
 from sglang_inflight.extensions.ray.actors import Installation, own_node
 from sglang_inflight.hooking import AFTER, AROUND, BEFORE, RAY_ENGINE, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.platform import OnReferencePlatform, ReferencePlatform
-from sglang_inflight.scheduler.nodes import describe_this_node
 from sglang_inflight.settings import PREFIX
 
 if TYPE_CHECKING:

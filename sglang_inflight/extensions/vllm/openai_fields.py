@@ -32,8 +32,7 @@ from sglang_inflight.hooking import AROUND, OPENAI_SERVING, TOKENIZER_MANAGER, h
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-
+    from sglang_inflight.frontend.patched_types import PatchedOpenAIServing
     from sglang_inflight.sglang_types import TokenizerManager
 
 # value, token, and the token's text
@@ -182,7 +181,7 @@ _asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
 @hook(f"{OPENAI_SERVING}.handle_request", AROUND, order=-1, when=with_us)
 async def read_fields(
     handle: Callable[..., Awaitable[Any]],
-    serving: OpenAIServingBase,
+    serving: PatchedOpenAIServing,
     request: Any,
     raw_request: Any,
 ) -> Any:

@@ -8,7 +8,7 @@ in the cache, by its id.
 
 Requests look their adapter's id up by name, and are counted for the id until they end. So the
 front end's counts include every request, queued or running. With several tokenizer workers, the
-workers count (``refcounts.py``).
+workers count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReq
 
 from sglang_inflight.capabilities import ONE_REPLICA
 from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.lora.refcounts import count_as_moved
+from sglang_inflight.frontend.lora.moved_requests import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
@@ -56,7 +56,7 @@ from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabe
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BaseReq
 
-    from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
+    from sglang_inflight.frontend.worker_role import WorkersOfOwner
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Adapters:
         self._ranks = ranks
         self._in_background = in_background
         # set in the owner: sends to the tokenizer workers, whose requests use the adapters
-        self.broadcast: StateBroadcast | None = None
+        self.broadcast: WorkersOfOwner | None = None
         # counts loads of all adapters
         self._loads = itertools.count(1)
         # by name

@@ -166,7 +166,7 @@ class CapturedRows:
 
 @hook(f"{REQ}.reset_for_retract", AFTER, order=1)
 def forget_without_tokens(_: None, req: Req) -> None:
-    """Drop the kept rows of a request that begins anew, after ``fixes.keep_output``."""
+    """Drop the kept rows of a request that begins anew, after ``mends`` has kept its output."""
     if not req.output_ids:
         forget(req)
 

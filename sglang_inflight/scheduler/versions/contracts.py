@@ -73,7 +73,7 @@ class Contracts:
         """End the requests without a token whose contract the weights in place would break.
 
         A decode server checks at the entry, and the first token when it comes from the prefill
-        server (``handover.py``): what it makes itself comes after the first token.
+        server: what it makes itself comes after the first token.
         """
         if self._scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
             self.check(self._boundary.requests.waiting())

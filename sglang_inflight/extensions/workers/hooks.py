@@ -6,13 +6,13 @@ import copy
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.frontend.workers.folder import ATTRIBUTE
+from sglang_inflight.extensions.workers.folder import ATTRIBUTE
 from sglang_inflight.hooking import AROUND, MULTI_TOKENIZER, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import GenerationContinues, RankIsSilent
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.workers.owner import Owner
+    from sglang_inflight.extensions.workers.owner import Owner
 
 # owner of the server launched last by this process
 _owner: Owner | None = None
@@ -25,7 +25,7 @@ def add_owner_endpoint(write: Callable[..., Any], obj: Any, name: str) -> Any:
     if why_inactive() is not None:
         return write(obj, name)
     # SGLang's managers are slow to import, and most servers need no owner
-    from sglang_inflight.frontend.workers.owner import Owner
+    from sglang_inflight.extensions.workers.owner import Owner
 
     port_args, server_args, scheduler_info = obj
     _owner = Owner(server_args, port_args)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from sglang_inflight.frontend.workers.protocol import (
+from sglang_inflight.extensions.workers.protocol import (
     Abort,
     Aborted,
     Ack,

@@ -1,20 +1,13 @@
-"""Messages between the owner and a worker, and a worker's role for its front end.
+"""Messages between the owner and a worker.
 
 A message is one line of JSON. Calls go by HTTP.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import msgspec
 
 from sglang_inflight.vocabulary.labels import VersionLabel
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import LoRAUpdateOutput
-
-    from sglang_inflight.sglang_types import LoadAdapterRequest
 
 # bytes; a line may name every adapter or every moved request, and asyncio's default is 64 KiB
 LONGEST_LINE = 64 << 20
@@ -108,15 +101,3 @@ read_worker_message = msgspec.json.Decoder(Ack | Aborted | AdapterRefs | Idle).d
 
 def line(content: OwnerMessage | WorkerMessage) -> bytes:
     return msgspec.json.encode(content) + b"\n"
-
-
-class WorkerRole(Protocol):
-    """``Worker``, without its imports: a worker holds the front end, not the reverse."""
-
-    def end(self) -> None: ...
-
-    async def until_answered(self) -> None: ...
-
-    async def reload(self, request: LoadAdapterRequest) -> LoRAUpdateOutput: ...
-
-    async def abort(self, names: list[str]) -> int: ...

@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 from sglang.srt.utils import ConcurrentCounter
 
-from sglang_inflight.frontend.workers.protocol import Adapter, Uses
-
-if TYPE_CHECKING:
-    from sglang_inflight.sglang_types import TokenizerManager
+from sglang_inflight.extensions.workers.protocol import Adapter, Uses
 
 
 def as_sglangs(adapter: Adapter) -> Any:
@@ -112,17 +109,3 @@ class OwnersRegistry(LoRARegistry):
             if ref.lora_id == lora_id:
                 self._registry.move_to_end(name)
                 return
-
-
-async def count_as_moved(
-    tokenizer_manager: TokenizerManager, rids: Iterable[str], from_id: str, to_id: str
-) -> None:
-    """Move this process's counts of ``rids`` to the new adapter; skip ended requests."""
-    counters = tokenizer_manager.lora_registry._counters
-    for rid in rids:
-        state = tokenizer_manager.rid_to_state.get(rid)
-        if state is not None and not state.lora_released and state.obj.lora_id == from_id:
-            state.obj.lora_id = to_id
-            # a worker has no counter yet if it never had a request of this adapter
-            await counters.setdefault(to_id, ConcurrentCounter()).increment()
-            await counters[from_id].decrement()

@@ -8,14 +8,9 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from sglang_inflight.frontend.aio import keep
-from sglang_inflight.frontend.caches import clear_preprocessed
-from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.lora.refcounts import WorkersRegistry, as_sglangs, count_as_moved
-from sglang_inflight.frontend.sglangs_pause import admit_requests
-from sglang_inflight.frontend.workers.folder import OwnerEndpoint
-from sglang_inflight.frontend.workers.forward import Forward, abort, reload
-from sglang_inflight.frontend.workers.protocol import (
+from sglang_inflight.extensions.workers.folder import OwnerEndpoint
+from sglang_inflight.extensions.workers.forward import Forward, abort, reload
+from sglang_inflight.extensions.workers.protocol import (
     LONGEST_LINE,
     Abort,
     Aborted,
@@ -29,6 +24,12 @@ from sglang_inflight.frontend.workers.protocol import (
     line,
     read_owner_message,
 )
+from sglang_inflight.extensions.workers.refcounts import WorkersRegistry, as_sglangs
+from sglang_inflight.frontend.aio import keep
+from sglang_inflight.frontend.caches import clear_preprocessed
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.lora.moved_requests import count_as_moved
+from sglang_inflight.frontend.sglangs_pause import admit_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput

@@ -36,8 +36,8 @@ from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Exhausted, Gone, InflightError, OutcomeUnknown
 
 if TYPE_CHECKING:
+    from sglang_inflight.extensions.workers.state_broadcast import StateBroadcast
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
     from sglang_inflight.sglang_types import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)

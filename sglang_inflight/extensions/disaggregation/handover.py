@@ -39,13 +39,16 @@ import torch
 from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
+from sglang_inflight.extensions.disaggregation import DisaggregationSettings
 from sglang_inflight.hooking import AROUND, BEFORE, DECODE, hook
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.contracts import contract_of, describe_broken
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
@@ -93,7 +96,7 @@ class Handover:
     @hook(
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
         BEFORE,
-        via="inflight.handover",
+        via=lambda scheduler: scheduler.inflight.part(Handover),
     )
     def send(self, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any) -> None:
         """Write the note, before the last KV of ``req`` and its first token are sent."""
@@ -114,7 +117,7 @@ class Handover:
     @hook(
         f"{DECODE}.DecodeTransferQueue._commit_transfer_to_req",
         AROUND,
-        via="scheduler.inflight.handover",
+        via=lambda queue: queue.scheduler.inflight.part(Handover),
     )
     def receive(self, commit: Callable[[DecodeRequest], None], decode_req: DecodeRequest) -> None:
         """Read the note, after the KV came. ``commit`` gives the request its first token."""
@@ -194,6 +197,18 @@ class Handover:
             if hash_name(label.version) == hashed:
                 return label.version
         return f"sha256:{hashed.hex()}"
+
+
+@PARTS.join()
+def make_handover(controller: Controller) -> Handover:
+    return Handover(
+        controller.scheduler,
+        controller.versions,
+        controller.kv_versions,
+        controller.fence,
+        controller.metrics,
+        ends_mismatched=read(DisaggregationSettings).pd_mismatch == "abort",
+    )
 
 
 def _room(req: Req) -> int:

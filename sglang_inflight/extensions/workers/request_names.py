@@ -8,7 +8,7 @@ The detokenizer would raise, and end.
 The rank with the workers' socket decides, before other ranks receive the messages: at that time
 the ranks of a pipeline have processed different results, and would decide differently. Each replica
 decides for itself. Requests of one ``rid`` in two replicas meet only in the detokenizer, and there
-``frontend/workers/hooks.py`` tells the workers apart.
+the extension ``workers`` tells the workers apart.
 
 This module hooks ``SchedulerRequestReceiver._pull_raw_reqs``.
 """
@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.mm_utils import discard_shm_features
 
 from sglang_inflight.hooking import AROUND, hook
+from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.sglang_types import get_serving
 
 if TYPE_CHECKING:
@@ -133,3 +134,9 @@ def _rids(message: Any) -> Iterator[str]:
 
 
 NAMES: RequestNames = RequestNames()
+
+
+@PARTS.join()
+def bind_names(controller: Controller) -> RequestNames:
+    NAMES.bind(controller.scheduler, controller.boundary.requests)
+    return NAMES

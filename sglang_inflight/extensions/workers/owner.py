@@ -36,12 +36,12 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.lora.refcounts import OwnersRegistry
+from sglang_inflight.extensions.workers.folder import OwnerEndpoint, OwnersFolder
+from sglang_inflight.extensions.workers.forward import FLUSH, mount_aborts, mount_reloads
+from sglang_inflight.extensions.workers.protocol import LONGEST_LINE, Adapter, ServerState
+from sglang_inflight.extensions.workers.refcounts import OwnersRegistry
+from sglang_inflight.extensions.workers.state_broadcast import StateBroadcast
 from sglang_inflight.frontend.shutdown import ShutdownSignal, release_all
-from sglang_inflight.frontend.workers.folder import OwnerEndpoint, OwnersFolder
-from sglang_inflight.frontend.workers.forward import FLUSH, mount_aborts, mount_reloads
-from sglang_inflight.frontend.workers.protocol import LONGEST_LINE, Adapter, ServerState
-from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry

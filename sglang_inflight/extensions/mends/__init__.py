@@ -1,0 +1,16 @@
+"""Faults of SGLang that requests of in-flight updates, or any requests, meet."""
+
+from __future__ import annotations
+
+from sglang_inflight.extension import Extension
+
+EXTENSION = Extension(
+    name="mends",
+    modules=(
+        "sglang_inflight.extensions.mends.penalties",
+        "sglang_inflight.extensions.mends.prefilled_again",
+        "sglang_inflight.extensions.mends.redaction",
+        "sglang_inflight.extensions.mends.sampling",
+        "sglang_inflight.extensions.mends.session_turns",
+    ),
+)
