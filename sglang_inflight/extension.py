@@ -34,6 +34,8 @@ class Extension:
     library: str | None = None
     # dataclass of settings, see ``settings.py``
     settings: type[Any] | None = None
+    # SGLang's arguments whose values beside ``unsupported.ALONE`` need this extension
+    serves: tuple[str, ...] = ()
     # names of the extensions that this one imports
     requires: tuple[str, ...] = ()
     # reads settings

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_inflight import capabilities, inactive
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.hooking import AROUND, BEFORE, ENGINE, hook
 from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
@@ -56,6 +57,14 @@ AT_START = (
     NO_ROLE_SWITCH,
     NO_SMG,
 )
+
+# SGLang's arguments for which the core alone serves one value; an extension serves the others
+ALONE: dict[str, object] = {
+    "disaggregation_mode": "null",
+    "nnodes": 1,
+    "tokenizer_worker_num": 1,
+    "use_ray": False,
+}
 
 # whether ``launch`` has checked the launch in this context
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
@@ -155,6 +164,8 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     resolved = cast("ServerArgs", resolved_view(server_args))
     if resolved.smg_grpc_mode and not resolved.encoder_only:
         return NO_SMG
+    if (lacking := _why_not_alone(resolved)) is not None:
+        return lacking
     if resolved.enable_pd_role_switch:
         return NO_ROLE_SWITCH
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
@@ -162,6 +173,19 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
         return NO_FIRST_UPDATE
     if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
+    return None
+
+
+def _why_not_alone(resolved: ServerArgs) -> str | None:
+    """Return which value needs an extension that is not installed, or None."""
+    served = {argument for extension in all_extensions() for argument in extension.serves}
+    for argument, alone in ALONE.items():
+        value = getattr(resolved, argument)
+        if value != alone and argument not in served:
+            return (
+                f"SGLang Inflight needs {argument}={alone!r} here, not {value!r}: the extension "
+                "that serves it is not installed"
+            )
     return None
 
 

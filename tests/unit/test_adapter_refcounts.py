@@ -15,8 +15,8 @@ from sglang_inflight.extensions.workers.refcounts import (
     OwnersRegistry,
     WorkersRegistry,
     as_sglangs,
-    count_as_moved,
 )
+from sglang_inflight.frontend.lora.moved_requests import count_as_moved
 from tests.support import ticks
 from tests.support.ticks import until_idle
 

@@ -6,11 +6,13 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from harness.starting import ROOT
-from sglang_inflight import extension, joints
+from sglang_inflight import extension, joints, unsupported
 from sglang_inflight.extension import Extension, all_extensions
 from sglang_inflight.joints import Joint
 from sglang_inflight.plugin import hook_modules
@@ -109,3 +111,22 @@ def test_joint_calls_only_functions_of_composed_modules_in_order(
 def test_hook_modules_leave_out_what_needs_an_absent_library() -> None:
     left_out = set(hook_modules()) - set(hook_modules(without={"ray"}))
     assert {extension_of(name) for name in left_out} == {"ray"}
+
+
+@pytest.mark.parametrize("argument", unsupported.ALONE)
+def test_server_that_needs_an_absent_extension_is_refused(
+    argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: Any = {
+        "disaggregation_mode": "decode",
+        "nnodes": 2,
+        "tokenizer_worker_num": 2,
+        "use_ray": True,
+    }
+    arguments: Any = SimpleNamespace(**{**unsupported.ALONE, argument: values[argument]})
+    assert unsupported._why_not_alone(arguments) is None
+    rest = tuple(each for each in all_extensions() if argument not in each.serves)
+    monkeypatch.setattr(unsupported, "all_extensions", lambda: rest)
+    why = unsupported._why_not_alone(arguments)
+    assert why is not None
+    assert f"needs {argument}={unsupported.ALONE[argument]!r} here" in why

@@ -23,4 +23,5 @@ EXTENSION = Extension(
     name="disaggregation",
     modules=("sglang_inflight.extensions.disaggregation.handover",),
     settings=DisaggregationSettings,
+    serves=("disaggregation_mode",),
 )

@@ -10,4 +10,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.nodes.check",
         "sglang_inflight.extensions.nodes.replies",
     ),
+    serves=("nnodes",),
 )

@@ -9,4 +9,5 @@ EXTENSION = Extension(
     late_modules={"sglang.srt.ray.engine": "sglang_inflight.extensions.ray.hooks"},
     library="ray",
     requires=("nodes",),
+    serves=("use_ray",),
 )

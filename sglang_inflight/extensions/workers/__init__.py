@@ -11,4 +11,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.workers.joins",
         "sglang_inflight.extensions.workers.request_names",
     ),
+    serves=("tokenizer_worker_num",),
 )
