@@ -23,8 +23,9 @@ def receive(
     source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
 ) -> Weights:
     """Yield tensors as the trainer broadcasts them: in buckets, or one by one."""
+    layouts = _layouts_of(source)
     group = groups.get(source.group_name)
-    expected = expect(source, group.receives_on(device))
+    expected = _broadcasts(source, layouts, group.receives_on(device))
     received = group.receive_each(expected, check, source.transfer_id)
     try:
         for tensors in received:
@@ -44,10 +45,14 @@ def expect(source: DistributedSource, device: torch.device) -> Iterator[Received
 
     Raise ``Refused`` if ``source`` describes no tensors.
     """
+    return _broadcasts(source, _layouts_of(source), device)
+
+
+def _layouts_of(source: DistributedSource) -> list[Layout]:
     layouts = read_layouts(source.names, source.dtypes, source.shapes)
     if source.load_format not in OF_CHECKPOINT:
         raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
-    return _broadcasts(source, layouts, device)
+    return layouts
 
 
 def post_ahead(
