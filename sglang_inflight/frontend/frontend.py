@@ -21,7 +21,6 @@ from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
@@ -118,7 +117,6 @@ class Frontend:
             self.groups,
             self.adapters,
             self.admission,
-            Saves(self.ranks, settings.update_timeout_s),
             self.fleet_version,
             self.status,
         )

@@ -13,11 +13,11 @@ from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary.answers import Grant, NamelessGrant, Status
 from sglang_inflight.vocabulary.bodies import Body, PauseBody
+from sglang_inflight.vocabulary.errors import NotOffered
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -42,6 +42,9 @@ class Handlers:
     skips_flush: Callable[[], bool] = lambda: False
 
     def __getitem__(self, name: str) -> Handler:
+        """Return the handler. Raises ``NotOffered`` for a call whose extension is not there."""
+        if name not in self.by_name:
+            raise NotOffered(f"{name}: the extension that carries it out is not installed")
         return self.by_name[name]
 
 
@@ -53,7 +56,6 @@ def direct_handlers(
     groups: Groups,
     adapters: Adapters,
     admission: Admission,
-    saves: Saves,
     fleet_version: FleetVersion,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
@@ -97,8 +99,6 @@ def direct_handlers(
         "load_lora_adapter_from_tensors": adapters.load,
         "unload_lora_adapter": adapters.unload,
         "rollback_weights": updates.roll_back,
-        "save_served_weights": saves.save,
-        "discard_saved_weights": saves.discard,
         "expect_version": fleet_version.expect,
         "get_weight_version": weight_version,
         "is_paused": is_paused,

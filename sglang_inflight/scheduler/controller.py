@@ -7,7 +7,7 @@ hooks the copies of KV between the device's and the host's tier.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.io_struct import (
@@ -39,10 +39,8 @@ from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
     Described,
-    DiscardSavedCall,
     Done,
     DropCall,
-    EndSaveCall,
     FlushCall,
     ForgetEmbeddingsCall,
     GiveUpTransferCall,
@@ -60,7 +58,6 @@ from sglang_inflight.messages import (
     RenameCall,
     ResumeCall,
     RollbackCall,
-    SaveCall,
     SealCall,
     StageCall,
     StatusCall,
@@ -81,9 +78,9 @@ from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
+from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
-from sglang_inflight.scheduler.update.served.layout import name_layout
 from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
@@ -108,8 +105,14 @@ if TYPE_CHECKING:
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
 P = TypeVar("P")
+Handler = Callable[[Any], None]
 # makes an extension's object beside a new controller; hooks find it by ``Controller.part``
 PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
+
+# an extension's handlers of its own calls
+CALLS: Joint[Callable[[Controller], Mapping[type[InflightCall[Any]], Handler]]] = Joint("calls")
+# ends what reads the weights on another thread, for the reason given, before they are released
+READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
 
 
 class Controller:
@@ -123,10 +126,10 @@ class Controller:
         settings = Settings.from_environment()
         switch_often(settings.switch_interval_s)
         self.scheduler = scheduler
-        self._answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
+        self.answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
         metrics = self.metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self.boundary = Boundary(scheduler, metrics)
-        self.pause = Pause(scheduler, boundary, self._answers, metrics)
+        self.pause = Pause(scheduler, boundary, self.answers, metrics)
         kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
@@ -135,7 +138,7 @@ class Controller:
         adapter_versions = AdapterVersions()
         self.contracts = Contracts(scheduler, boundary, self.versions, adapter_versions, metrics)
         self.adapters = Adapters(
-            scheduler, boundary, self.fence, adapter_versions, self.contracts, self._answers
+            scheduler, boundary, self.fence, adapter_versions, self.contracts, self.answers
         )
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
@@ -145,16 +148,17 @@ class Controller:
             Pins(self.live, self.versions),
             every=settings.previous_every,
         )
-        self.staging, self.saving, layout = make_staging(
+        parts = self.staging_parts = make_staging(
             scheduler,
             boundary,
             self.live,
-            self._answers,
+            self.answers,
             metrics,
             settings,
             capabilities.of(scheduler.server_args),
             is_busy=self._is_busy,
         )
+        self.staging = parts.staging
         self.hold = Hold(scheduler, boundary, self.pause, self.live, self.staging)
         self.commits = Commits(
             boundary,
@@ -166,20 +170,21 @@ class Controller:
             self.turns,
             self.contracts,
             metrics,
-            name_layout(layout),
+            name_layout(parts.layout),
         )
-        self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
+        self._commit_answers = CommitAnswers(self.answers, self.live, metrics)
         self.memory_release = MemoryRelease(
             scheduler,
             boundary,
             self.pause,
             self.staging,
             self.live,
-            self._answers,
-            stop_saving=self.saving.stop,
+            self.answers,
+            stop_reading=self._stop_reading_weights,
             require_update=settings.require_update,
         )
-        handlers: dict[type[InflightCall[Any]], Callable[[Any], None]] = {
+        self._parts = {type(part): part for part in (make(self) for make in PARTS)}
+        handlers: dict[type[InflightCall[Any]], Handler] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
             OpenCall: self._open,
@@ -203,11 +208,10 @@ class Controller:
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
-            SaveCall: self._save,
-            EndSaveCall: self._end_save,
-            DiscardSavedCall: self.saving.discard,
             StatusCall: self._describe,
         }
+        for more in CALLS:
+            handlers |= more(self)
         defer = self.hold.pipeline_drain.defer
         dispatched: dict[type, Callable[[Any], None]] = {}
         for call_type, handler in handlers.items():
@@ -222,10 +226,9 @@ class Controller:
             ContinueGenerationReqInput: defer(self._take_upstream_continue),
         }
         containment = Containment(
-            scheduler, boundary, self.memory_release, self._answers, self.staging.can
+            scheduler, boundary, self.memory_release, self.answers, self.staging.can
         )
         containment.surround(scheduler._request_dispatcher)
-        self._parts = {type(part): part for part in (make(self) for make in PARTS)}
         self._background = containment.background
 
     def part(self, kind: type[P]) -> P:
@@ -453,7 +456,7 @@ class Controller:
             try:
                 handler(call)
             except Exception as error:
-                self._answers.fail(call, error)
+                self.answers.fail(call, error)
 
         return contained
 
@@ -463,16 +466,13 @@ class Controller:
     def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
+    def _stop_reading_weights(self, why: str) -> None:
+        for end in READERS:
+            end(self, why)
+
     def _open(self, call: OpenCall) -> None:
         self.memory_release.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
-
-    def _save(self, call: SaveCall) -> None:
-        self.memory_release.require_weights("a save")
-        self.saving.save(call, current_version=self.versions.current)
-
-    def _end_save(self, call: EndSaveCall) -> None:
-        self.saving.end(call, current_version=self.versions.current)
 
     def _drop(self, call: DropCall) -> None:
         written = self.staging.may_have_written_by_handles(call.update_id)
@@ -488,7 +488,7 @@ class Controller:
 
     def _may_recompute(self, call: MayRecomputeCall) -> None:
         self.commits.require_recomputable()
-        self._answers.succeed(call, Done())
+        self.answers.succeed(call, Done())
 
     def _commit(self, call: CommitCall) -> None:
         was_hollow = self.live.hollow is not None
@@ -516,21 +516,21 @@ class Controller:
             raise Conflict(f"{running} running requests hold KV")
         self.boundary.retract()
         self.boundary.flush(empty_cache=False)
-        self._answers.succeed(call, Done())
+        self.answers.succeed(call, Done())
 
     def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
         forget_embeddings()
-        self._answers.succeed(call, Done())
+        self.answers.succeed(call, Done())
 
     def _name_adapters(self, call: NameAdaptersCall) -> None:
         self.adapters.name(call)
-        self._answers.succeed(call, Done())
+        self.answers.succeed(call, Done())
 
     def _move_requests(self, call: MoveRequestsCall) -> None:
-        self._answers.succeed(call, self.adapters.move(call))
+        self.answers.succeed(call, self.adapters.move(call))
 
     def _describe(self, call: StatusCall | RenameCall) -> None:
-        self._answers.succeed(
+        self.answers.succeed(
             call,
             Described(
                 capabilities=capabilities.with_store(self.staging.can, get_memory()),

@@ -29,11 +29,11 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.extensions.nodes import check, relay
+    from sglang_inflight.extensions.saves.files import NewFile
     from sglang_inflight.reference import PageSaver
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.release import MemoryRelease
     from sglang_inflight.scheduler.update.jobs import Jobs
-    from sglang_inflight.scheduler.update.served.files import NewFile
 
     check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))
     relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))

@@ -89,7 +89,6 @@ FIRST = Rank(0, 0, 0)
 NAMES = {call.body: call.name for call in TABLE.values()}
 NO_ADAPTERS: Any = SimpleNamespace(load=None, unload=None)
 NO_ADMISSION: Any = SimpleNamespace(wait_for_epoch=None)
-NO_SAVES: Any = SimpleNamespace(save=None, discard=None)
 NO_FLEET: Any = SimpleNamespace(expect=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
@@ -325,7 +324,6 @@ class FrontEnd:
             self.groups,
             adapters=NO_ADAPTERS,
             admission=NO_ADMISSION,
-            saves=NO_SAVES,
             fleet_version=NO_FLEET,
             ask_status=NO_STATUS,
         )

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
+from sglang_inflight.extensions.saves.front_end import add_handlers
 from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.fleet_version import FleetVersion
@@ -16,12 +17,12 @@ from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.saves import Saves
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary import bodies
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.calls import TABLE, Call
+from tests.unit.fakes import SETTINGS
 
 
 def handlers() -> dict[str, tuple[Handler, Handler]]:
@@ -33,12 +34,13 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         "groups": Groups,
         "adapters": Adapters,
         "admission": Admission,
-        "saves": Saves,
         "fleet_version": FleetVersion,
     }
     by_class: Any = {name: each.__new__(each) for name, each in classes.items()}
     nothing: Any = SimpleNamespace()
     direct = direct_handlers(nothing, **by_class, ask_status=nothing)
+    front_end: Any = SimpleNamespace(ranks=None, settings=SETTINGS)
+    direct = add_handlers(front_end, nothing, direct)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct
     replaced = transparent.handlers.by_name

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.served import files
-from sglang_inflight.scheduler.update.served.files import (
+from sglang_inflight.extensions.saves import files
+from sglang_inflight.extensions.saves.files import (
     check_of,
     metadata_of,
     new_file,

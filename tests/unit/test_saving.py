@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_inflight.extensions.saves.copying import PieceCopier, cut
+from sglang_inflight.extensions.saves.tensors import parse_number
+from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.served.copying import PieceCopier, cut
-from sglang_inflight.scheduler.update.served.layout import name_layout
-from sglang_inflight.scheduler.update.served.tensors import parse_number
 from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.tensor_digest import CHUNK_BYTES

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_inflight.extensions.saves import loading
 from sglang_inflight.messages import ServedFolderSource
+from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.served import loading
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
@@ -36,9 +37,11 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def only_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    WHOLE_LOADERS.compose([loading.__name__])
     monkeypatch.setattr(loading, "get_parallel", lambda: SimpleNamespace(pp_rank=0, tp_rank=0))
     with torch.no_grad():
         yield
+    WHOLE_LOADERS.compose([])
 
 
 def load(rank: Rank, folder: Path) -> str:
@@ -84,4 +87,11 @@ def test_unprintable_name_of_another_server_is_refused(tmp_path: Path, name: str
     tensors = {"target.weight": torch.ones(4), "target.mask": model.mask}
     write_served(tmp_path, tensors, weight_version=name)
     with pytest.raises(Refused, match=r"weight_version|weight version"):
+        load(rank, tmp_path)
+
+
+def test_served_weights_are_refused_without_their_extension(tmp_path: Path) -> None:
+    WHOLE_LOADERS.compose([])
+    rank = Rank(StagingMode.DEVICE, Model(), served={"weight": (4,)})
+    with pytest.raises(Refused, match="the extension that reads it is not installed"):
         load(rank, tmp_path)

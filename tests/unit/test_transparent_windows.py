@@ -43,7 +43,6 @@ from tests.support.front_end import (
     NO_ADAPTERS,
     NO_ADMISSION,
     NO_FLEET,
-    NO_SAVES,
     NO_STATUS,
     FrontEnd,
 )
@@ -69,7 +68,6 @@ class TransparentPlay(Play):
             self.groups,
             NO_ADAPTERS,
             NO_ADMISSION,
-            NO_SAVES,
             NO_FLEET,
             NO_STATUS,
         )

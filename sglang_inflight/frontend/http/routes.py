@@ -80,7 +80,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     """Put our routes before SGLang's routes of the same path."""
     router = APIRouter(tags=[TAG], route_class=fails_on_shutdown(frontend.lifetime))
     for call in TABLE.values():
-        if call.path is not None:
+        if call.path is not None and call.name in frontend.handlers.by_name:
             router.add_api_route(
                 call.path,
                 endpoint_of(call, frontend),

@@ -104,14 +104,14 @@ class MemoryRelease:
         live: LiveWeights,
         answers: AnswerChannel,
         *,
-        stop_saving: Callable[[str], None],
+        stop_reading: Callable[[str], None],
         require_update: bool,
     ) -> None:
         """``require_update``: serve no request from the weights loaded at start.
 
-        ``stop_saving`` gives up a save of the weights, and returns when nobody reads them.
+        ``stop_reading`` returns when no other thread reads the weights.
         """
-        self._stop_saving = stop_saving
+        self._stop_reading = stop_reading
         self._scheduler = scheduler
         self._boundary = boundary
         self._pause = pause
@@ -375,7 +375,7 @@ class MemoryRelease:
     def leave_weights(self, tags: Iterable[str]) -> None:
         """Have no other thread read the weights if ``tags``, about to be released, have them."""
         if WEIGHTS in tags:
-            self._stop_saving("the weights' memory is released")
+            self._stop_reading("the weights' memory is released")
 
     # ---- another writer ----------------------------------------------------------------
 

@@ -18,12 +18,11 @@ from sglang_inflight.scheduler.update import cost
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.stageable import device_of
 from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.layout import find_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, choose_rate
 from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
-from sglang_inflight.scheduler.update.served.layout import find_layout
-from sglang_inflight.scheduler.update.served.saving import Saving, why_not_saved
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -48,10 +47,18 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
+    """The parts of phase one. ``layout`` is this rank's, see ``layout.py``.
+
+    ``rate_limit`` paces a thread beside requests, also where updates are not paced.
+    ``make_thread`` starts a thread of that name beside the staging thread.
+    """
+
     staging: Staging
-    saving: Saving
-    # of this rank, see ``served/layout.py``
+    models: list[ShadowedModel]
+    device: torch.device
     layout: dict[str, str]
+    rate_limit: RateLimit
+    make_thread: Callable[[str, RateLimit], StagingWorker]
 
 
 def make_staging(
@@ -144,26 +151,17 @@ def make_staging(
         check_finite=settings.check_finite,
         layout=layout,
     )
-    # requests run meanwhile in every mode
-    of_saves = paced.for_another_thread()
-    saving = Saving(
-        models,
-        live,
-        answers,
-        layout,
-        device=device,
-        why_not=why_not_saved(can.stage),
-        loads_are_known=settings.require_update,
-        make_worker=lambda: StagingWorker(
+
+    def make_thread(name: str, rate_limit: RateLimit) -> StagingWorker:
+        return StagingWorker(
             answers,
             device,
             settings.stage_nice,
-            of_saves,
+            rate_limit,
             lambda: [*streams(), *([worker.stream] if worker.stream else [])],
-            name="inflight-saving",
-        ),
-        rate_limit=of_saves,
-    )
+            name=name,
+        )
+
     staging = Staging(
         jobs,
         worker,
@@ -177,7 +175,7 @@ def make_staging(
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         can=can,
     )
-    return Parts(staging, saving, layout)
+    return Parts(staging, models, device, layout, paced, make_thread)
 
 
 def _is_written_over_rdma() -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     SERVED,
     AskedDigests,
@@ -52,7 +53,6 @@ from sglang_inflight.scheduler.update.finished.places import Number, Place
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.served.loading import load_served
 from sglang_inflight.scheduler.update.shadowed_model import (
     ShadowedModel,
     why_forwards_forbid,
@@ -76,6 +76,7 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.whole_loader import WholeLoader
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
 from sglang_inflight.vocabulary.answers import Proof
@@ -83,6 +84,10 @@ from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+# the one that loads weights as another server serves them, if an extension brings it
+WHOLE_LOADERS: Joint[WholeLoader] = Joint("whole loaders")
 
 
 class Jobs:
@@ -118,7 +123,7 @@ class Jobs:
         check_finite: bool,
         layout: Mapping[str, str],
     ) -> None:
-        """``layout`` is this rank's, see ``served/layout.py``."""
+        """``layout`` is this rank's, see ``layout.py``."""
         self._layout = layout
         self._models = list(models)
         self._shadows = shadows
@@ -275,7 +280,10 @@ class Jobs:
             update.tensors += 1
             update.bytes += tensor.nbytes
 
-        loaded = load_served(
+        load = next(iter(WHOLE_LOADERS), None)
+        if load is None:
+            raise Refused(f"load_format {SERVED!r}: the extension that reads it is not installed")
+        loaded = load(
             source,
             self._models,
             self._weights(self._all_roles),

@@ -188,7 +188,7 @@ class ShadowedModel:
         ``check`` raises to give up waiting: the search goes on, and the next call waits for the
         same one. ``again``: search anew if the last search failed for a reason that may pass. Ranks
         get the same ``again``, so none of them searches while another refuses. ``layout`` is this
-        rank's, see ``served/layout.py``.
+        rank's, see ``layout.py``.
         """
         if self._pristine is None or self._recipe is not None:
             return

@@ -78,7 +78,7 @@ def name_recipe(
 
     ``checkpoint``: the folder of the served checkpoint. ``pristine``: the model before loading.
     ``place``: the model's role and rank; ranks of one structure may have different experts.
-    ``layout``: this rank's, see ``served/layout.py``. Raise ``OSError`` if the folder cannot be
+    ``layout``: this rank's, see ``layout.py``. Raise ``OSError`` if the folder cannot be
     read.
     """
     files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]

@@ -8,36 +8,28 @@ write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from sglang_inflight.extensions.saves.folder import ServedFolder, open_served
+from sglang_inflight.extensions.saves.tensors import parse_number
 from sglang_inflight.messages import SERVED, SavedVersion, ServedFolderSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
 from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.forms import Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
+from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.served.tensors import parse_number
 from sglang_inflight.scheduler.update.shadow import refresh_derived
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.sources.served_folder import ServedFolder, open_served
+from sglang_inflight.scheduler.update.whole_loader import Loaded
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused, shorten
 from sglang_inflight.vocabulary.served import name_of_rank
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The loaded weights. ``digest`` must be the rank's after the commit."""
-
-    saved: SavedVersion
-    digest: str
-    tensors: int
-    bytes: int
-
-
+@WHOLE_LOADERS.join()
 def load_served(
     source: ServedFolderSource,
     models: Sequence[ShadowedModel],

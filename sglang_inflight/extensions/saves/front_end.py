@@ -6,10 +6,14 @@ import asyncio
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang_inflight.frontend.aio import Deadline
+from sglang_inflight.frontend.frontend import HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handler, Handlers
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.two_phase import GRACE_S
 from sglang_inflight.messages import DiscardSavedCall, EndSaveCall, SaveCall, Written
@@ -17,6 +21,9 @@ from sglang_inflight.vocabulary.answers import RankSaved, Saved
 from sglang_inflight.vocabulary.bodies import DiscardBody, SaveBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent
 from sglang_inflight.vocabulary.served import FORMAT, Manifest, SavedRank, name_of_rank
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import TokenizerManager
 
 _DELETE_S = 60.0
 # the caller's own error tells more than a delay
@@ -101,6 +108,16 @@ class Saves:
         # a silent rank gives up by its own time limit, and deletes its files itself
         with suppress(RankSilent):
             await self._ranks.ask(call, _CLEAN_UP_S + GRACE_S)
+
+
+@HANDLERS.join()
+def add_handlers(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
+    saves = Saves(frontend.ranks, frontend.settings.update_timeout_s)
+    ours: dict[str, Handler] = {
+        "save_served_weights": saves.save,
+        "discard_saved_weights": saves.discard,
+    }
+    return replace(handlers, by_name={**handlers.by_name, **ours})
 
 
 def _ranks_of(written: list[Written]) -> tuple[RankSaved, ...]:

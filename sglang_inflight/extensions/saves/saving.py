@@ -19,12 +19,8 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_inflight.messages import DiscardSavedCall, Done, EndSaveCall, SaveCall, Written
-from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.served.copying import PieceCopier, require_version
-from sglang_inflight.scheduler.update.served.files import (
+from sglang_inflight.extensions.saves.copying import PieceCopier, require_version
+from sglang_inflight.extensions.saves.files import (
     check_of,
     delete,
     metadata_of,
@@ -32,15 +28,28 @@ from sglang_inflight.scheduler.update.served.files import (
     refuse_manifest,
     write_manifest,
 )
-from sglang_inflight.scheduler.update.served.tensors import (
+from sglang_inflight.extensions.saves.tensors import (
     ServedNumbers,
     read_numbers,
     served_tensors,
 )
+from sglang_inflight.messages import (
+    DiscardSavedCall,
+    Done,
+    EndSaveCall,
+    InflightCall,
+    SaveCall,
+    Written,
+)
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.controller import CALLS, PARTS, READERS, Controller, Handler
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
 from sglang_inflight.scheduler.update.worker import StagingWorker
+from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_model, get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest
 from sglang_inflight.topology import own_replica
@@ -260,6 +269,43 @@ class Saving:
             check=check_of(call.timeout_s),
         )
         return Done()
+
+
+@PARTS.join()
+def make_saving(controller: Controller) -> Saving:
+    parts = controller.staging_parts
+    # requests run meanwhile in every mode
+    rate_limit = parts.rate_limit.for_another_thread()
+    return Saving(
+        parts.models,
+        controller.live,
+        controller.answers,
+        parts.layout,
+        device=parts.device,
+        why_not=why_not_saved(controller.staging.can.stage),
+        loads_are_known=Settings.from_environment().require_update,
+        make_worker=lambda: parts.make_thread("inflight-saving", rate_limit),
+        rate_limit=rate_limit,
+    )
+
+
+@CALLS.join()
+def handlers_of_saves(controller: Controller) -> dict[type[InflightCall[Any]], Handler]:
+    saving = controller.part(Saving)
+
+    def save(call: SaveCall) -> None:
+        controller.memory_release.require_weights("a save")
+        saving.save(call, current_version=controller.versions.current)
+
+    def end(call: EndSaveCall) -> None:
+        saving.end(call, current_version=controller.versions.current)
+
+    return {SaveCall: save, EndSaveCall: end, DiscardSavedCall: saving.discard}
+
+
+@READERS.join()
+def give_up(controller: Controller, why: str) -> None:
+    controller.part(Saving).stop(why)
 
 
 def why_not_saved(can_stage: str | None) -> str | None:
