@@ -61,6 +61,7 @@ AT_START = (
 # SGLang's arguments for which the core alone serves one value; an extension serves the others
 ALONE: dict[str, object] = {
     "disaggregation_mode": "null",
+    "enable_lora": False,
     "nnodes": 1,
     "tokenizer_worker_num": 1,
     "use_ray": False,
@@ -181,7 +182,7 @@ def _why_not_alone(resolved: ServerArgs) -> str | None:
     served = {argument for extension in all_extensions() for argument in extension.serves}
     for argument, alone in ALONE.items():
         value = getattr(resolved, argument)
-        if value != alone and argument not in served:
+        if value not in (None, alone) and argument not in served:
             return (
                 f"SGLang Inflight needs {argument}={alone!r} here, not {value!r}: the extension "
                 "that serves it is not installed"

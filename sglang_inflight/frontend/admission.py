@@ -14,7 +14,7 @@ same holds while the server is behind its fleet (``fleet_version.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.fleet_version import FleetVersion
-from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.sglang_types import get_disagg
@@ -30,6 +29,7 @@ from sglang_inflight.vocabulary.answers import Served
 from sglang_inflight.vocabulary.bodies import WaitBody
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS, Contract, read_contract
 from sglang_inflight.vocabulary.errors import Behind, Dropped, NotServed, Refused, Rejected
+from sglang_inflight.vocabulary.labels import AdapterLabel
 
 
 class Demand(NamedTuple):
@@ -53,16 +53,19 @@ class Admission:
         self,
         versions: ServedVersions,
         pauses: Pauses,
-        adapters: Adapters,
+        adapter_label: Callable[[str], AdapterLabel | None],
         fleet_version: FleetVersion,
         lifetime: Lifetime,
         *,
         timeout_s: float,
     ) -> None:
-        """``timeout_s`` is the longest wait of a contract that names none."""
+        """``timeout_s`` is the longest wait of a contract that names none.
+
+        ``adapter_label`` returns the version that new requests of an adapter get, or None.
+        """
         self._versions = versions
         self._pauses = pauses
-        self._adapters = adapters
+        self._adapter_label = adapter_label
         self._fleet_version = fleet_version
         self._lifetime = lifetime
         self._timeout_s = timeout_s
@@ -181,7 +184,7 @@ class Admission:
             return why
         if adapter is None or not contract.is_about_adapter:
             return None
-        served = self._adapters.served(adapter)
+        served = self._adapter_label(adapter)
         if served is None:
             return f"the adapter {adapter!r} is not loaded"
         return contract.why_broken_by_adapter(served)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.utils import TypeBasedDispatcher
 
@@ -16,7 +16,6 @@ from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
-from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
@@ -41,6 +40,7 @@ from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
+from sglang_inflight.vocabulary.labels import AdapterLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.worker_role import WorkerRole
@@ -50,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 # changes the handlers of a new front end
 HANDLERS: Joint[Callable[[Frontend, TokenizerManager, Handlers], Handlers]] = Joint("handlers")
+
+P = TypeVar("P")
+# makes an extension's object of a new front end; others find it by ``Frontend.part``
+FRONT_PARTS: Joint[Callable[[Frontend, TokenizerManager], object]] = Joint("parts of a front end")
 
 
 class Frontend:
@@ -66,8 +70,8 @@ class Frontend:
         self.aborts = Aborts(tokenizer_manager, lambda: self.worker)
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
-        self._control_calls = ControlCalls(self.ranks, self.lifetime)
-        self._control_calls.route(tokenizer_manager)
+        self.control_calls = ControlCalls(self.ranks, self.lifetime)
+        self.control_calls.route(tokenizer_manager)
         metrics = FrontEndMetrics()
         can = self.can = capabilities.of(tokenizer_manager.server_args)
         settings = self.settings = Settings.from_environment()
@@ -75,8 +79,6 @@ class Frontend:
             tokenizer_manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s
         )
         self.caches = Caches(tokenizer_manager, self.ranks, can)
-        self.adapters = Adapters(tokenizer_manager, self.ranks, can, self.in_background)
-        self._control_calls.after = self.adapters.check_load
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
@@ -86,12 +88,11 @@ class Frontend:
         self.admission = Admission(
             self.versions,
             self.pauses,
-            self.adapters,
+            lambda name: self.adapter_label(name),
             self.fleet_version,
             self.lifetime,
             timeout_s=settings.version_timeout_s,
         )
-        self.adapters.on_change = self.versions.notify
         self.aborts.end_waits = self.admission.abort
         # the owner of several tokenizer workers sends them its state
         self.on_change: Callable[[], None] = lambda: None
@@ -115,11 +116,13 @@ class Frontend:
             self.updates,
             self.memory,
             self.groups,
-            self.adapters,
             self.admission,
             self.fleet_version,
             self.status,
         )
+        # returns the version that new requests of an adapter get, or None if it is not loaded
+        self.adapter_label: Callable[[str], AdapterLabel | None] = lambda _: None
+        self._parts = {type(p): p for p in (make(self, tokenizer_manager) for make in FRONT_PARTS)}
         for change in HANDLERS:
             self._handlers = change(self, tokenizer_manager, self._handlers)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
@@ -135,6 +138,12 @@ class Frontend:
         """Handlers of calls. Raises ``NotOffered`` in a worker: only the owner orders calls."""
         self.require_owner()
         return self._handlers
+
+    def part(self, kind: type[P]) -> P:
+        """Return an extension's object, which a function at ``FRONT_PARTS`` has made."""
+        found = self._parts[kind]
+        assert isinstance(found, kind)
+        return found
 
     def require_owner(self) -> None:
         if self.worker is not None:
@@ -158,7 +167,7 @@ class Frontend:
             self.fleet_version.take_answer(answer)
             self.on_change()
         self.ranks.take_answer(answer)
-        self._control_calls.take_rank_answer(answer)
+        self.control_calls.take_rank_answer(answer)
 
     def _generation_continues(self, _: GenerationContinues) -> None:
         """Refresh the mirrored pause state: a lease has expired on the ranks."""

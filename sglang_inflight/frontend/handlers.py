@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.fleet_version import FleetVersion
-from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
@@ -54,7 +53,6 @@ def direct_handlers(
     updates: Updates,
     memory: Memory,
     groups: Groups,
-    adapters: Adapters,
     admission: Admission,
     fleet_version: FleetVersion,
     ask_status: Callable[[], Awaitable[Status]],
@@ -95,9 +93,6 @@ def direct_handlers(
         "update_weight_version": updates.rename,
         "release_memory_occupation": memory.release,
         "resume_memory_occupation": memory.resume,
-        "load_lora_adapter": adapters.load,
-        "load_lora_adapter_from_tensors": adapters.load,
-        "unload_lora_adapter": adapters.unload,
         "rollback_weights": updates.roll_back,
         "expect_version": fleet_version.expect,
         "get_weight_version": weight_version,

@@ -35,7 +35,6 @@ from sglang_inflight.hooking import (
 from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     CancelReleaseCall,
-    CheckAdapterCall,
     CommitCall,
     ContinueCall,
     Described,
@@ -48,8 +47,6 @@ from sglang_inflight.messages import (
     JoinGroupCall,
     LeaveGroupCall,
     MayRecomputeCall,
-    MoveRequestsCall,
-    NameAdaptersCall,
     OpenCall,
     PauseCall,
     PrepareReleaseCall,
@@ -65,7 +62,6 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.aborted_output import finish_with_output, has_made_something
-from sglang_inflight.scheduler.adapters import Adapters
 from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
 from sglang_inflight.scheduler.boundary import AT_ONCE, Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
@@ -111,6 +107,8 @@ PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
 
 # an extension's handlers of its own calls
 CALLS: Joint[Callable[[Controller], Mapping[type[InflightCall[Any]], Handler]]] = Joint("calls")
+# prepares a request that enters the queue, new or retracted
+ENTRIES: Joint[Callable[[Controller, Req], None]] = Joint("queue entry")
 # ends what reads the weights on another thread, for the reason given, before they are released
 READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
 
@@ -135,10 +133,9 @@ class Controller:
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.captured = CapturedRows(scheduler)
         self.fence = PrefixFence(boundary)
-        adapter_versions = AdapterVersions()
-        self.contracts = Contracts(scheduler, boundary, self.versions, adapter_versions, metrics)
-        self.adapters = Adapters(
-            scheduler, boundary, self.fence, adapter_versions, self.contracts, self.answers
+        self.adapter_versions = AdapterVersions()
+        self.contracts = Contracts(
+            scheduler, boundary, self.versions, self.adapter_versions, metrics
         )
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
@@ -202,9 +199,6 @@ class Controller:
             ResumeCall: self.memory_release.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
-            CheckAdapterCall: self.adapters.check,
-            NameAdaptersCall: self._name_adapters,
-            MoveRequestsCall: self._move_requests,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -352,7 +346,8 @@ class Controller:
     def _prepare(self, req: Req) -> None:
         self.turns.enqueue(req)
         self.fence.admit(req)
-        self.adapters.admit(req)
+        for admit in ENTRIES:
+            admit(self, req)
 
     @hook(f"{SCHEDULER}.abort_request", AROUND, via="inflight")
     def abort_own_requests(self, abort: Callable[[AbortReq], None], recv_req: AbortReq) -> None:
@@ -521,13 +516,6 @@ class Controller:
     def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
         forget_embeddings()
         self.answers.succeed(call, Done())
-
-    def _name_adapters(self, call: NameAdaptersCall) -> None:
-        self.adapters.name(call)
-        self.answers.succeed(call, Done())
-
-    def _move_requests(self, call: MoveRequestsCall) -> None:
-        self.answers.succeed(call, self.adapters.move(call))
 
     def _describe(self, call: StatusCall | RenameCall) -> None:
         self.answers.succeed(

@@ -87,7 +87,6 @@ from sglang_inflight.vocabulary.calls import TABLE
 FIRST = Rank(0, 0, 0)
 # type of a body -> its call; GETs share one
 NAMES = {call.body: call.name for call in TABLE.values()}
-NO_ADAPTERS: Any = SimpleNamespace(load=None, unload=None)
 NO_ADMISSION: Any = SimpleNamespace(wait_for_epoch=None)
 NO_FLEET: Any = SimpleNamespace(expect=None)
 NO_STATUS: Any = None
@@ -322,7 +321,6 @@ class FrontEnd:
             self.updates,
             self.memory,
             self.groups,
-            adapters=NO_ADAPTERS,
             admission=NO_ADMISSION,
             fleet_version=NO_FLEET,
             ask_status=NO_STATUS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_config import LoRAConfig
 
-from sglang_inflight.scheduler.adapter_config import (
+from sglang_inflight.extensions.adapters.config import (
     excludes,
     layers_of,
     read_config,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.lora import loading
-from sglang_inflight.frontend.lora.folder import refuse_irregular
+from sglang_inflight.extensions.adapters import loading
+from sglang_inflight.extensions.adapters.folder import refuse_irregular
 from sglang_inflight.messages import LoadAdapter
 from tests.support import lora
 

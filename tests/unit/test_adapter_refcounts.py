@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from sglang.srt.utils import ConcurrentCounter
 
+from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
 from sglang_inflight.extensions.workers.protocol import Adapter, Uses
 from sglang_inflight.extensions.workers.refcounts import (
     OwnersRegistry,
     WorkersRegistry,
     as_sglangs,
 )
-from sglang_inflight.frontend.lora.moved_requests import count_as_moved
 from tests.support import ticks
 from tests.support.ticks import until_idle
 

@@ -17,9 +17,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
-from sglang_inflight.frontend.lora import adapters, loading
-from sglang_inflight.frontend.lora.adapters import Adapters
-from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.extensions.adapters import adapters, loading
+from sglang_inflight.extensions.adapters.adapters import Adapters
+from sglang_inflight.extensions.adapters.loading import load_everywhere
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import LoadFolderBody
 from sglang_inflight.vocabulary.errors import Conflict
@@ -99,7 +99,7 @@ def run(doing: Callable[[Manager, Adapters], Awaitable[None]]) -> None:
     async def bounded() -> None:
         manager: Any = Manager()
         loads = Adapters(manager, manager, Capabilities(), lambda doing: _keep(manager, doing))
-        manager.inflight = SimpleNamespace(worker=None, adapters=loads)
+        manager.inflight = SimpleNamespace(worker=None, part=lambda _: loads)
         async with asyncio.timeout(60):
             await doing(manager, loads)
             await asyncio.gather(*manager.asyncio_tasks)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler import adapter_weights
-from sglang_inflight.scheduler.adapter_weights import _Slots, merge, take
+from sglang_inflight.extensions.adapters import weights as adapter_weights
+from sglang_inflight.extensions.adapters.weights import _Slots, merge, take
 from sglang_inflight.vocabulary.errors import Refused
 
 EXPERTS = 4

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from sglang_inflight.scheduler import adapters
-from sglang_inflight.scheduler.adapters import Adapters
+from sglang_inflight.extensions.adapters import on_rank as adapters
+from sglang_inflight.extensions.adapters.on_rank import Adapters
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.vocabulary.errors import Refused
 

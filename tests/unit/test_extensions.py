@@ -119,6 +119,7 @@ def test_server_that_needs_an_absent_extension_is_refused(
 ) -> None:
     values: Any = {
         "disaggregation_mode": "decode",
+        "enable_lora": True,
         "nnodes": 2,
         "tokenizer_worker_num": 2,
         "use_ray": True,

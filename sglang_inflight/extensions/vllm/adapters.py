@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
+from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.frontend.http.endpoints import Content
-from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.vocabulary.bodies import LoadFolderBody, UnloadAdapterBody
 from sglang_inflight.vocabulary.errors import NotFound
 

@@ -14,6 +14,7 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.extensions.vllm.bodies import (
     AbortBody,
@@ -113,7 +114,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/is_sleeping", guarded(routes.is_sleeping), "GET")
     add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
     add("/collective_rpc", guarded(routes.collective_rpc, takes_request=True))
-    adapters = VLLMAdapters(frontend.adapters)
+    adapters = VLLMAdapters(frontend.part(Adapters))
     for prefix in ("", "/v1", "/skyrl/v1"):
         add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
     add("/v1/unload_lora_adapter", with_body(UnloadAdapterBody, adapters.unload))

@@ -36,6 +36,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
+from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.workers.folder import OwnerEndpoint, OwnersFolder
 from sglang_inflight.extensions.workers.forward import FLUSH, mount_aborts, mount_reloads
 from sglang_inflight.extensions.workers.protocol import LONGEST_LINE, Adapter, ServerState
@@ -147,7 +148,7 @@ class Owner:
             made.lora_registry.count,
             lambda: manager._dispatch_to_scheduler(ShutdownReq()),
         )
-        made.broadcast = manager.inflight.adapters.broadcast = broadcast
+        made.broadcast = manager.inflight.part(Adapters).broadcast = broadcast
         manager.inflight.in_background(
             self._shutdown_signal.listen(lambda: self._shut_down(manager, broadcast))
         )
@@ -177,7 +178,7 @@ class Owner:
             initial_weights_loaded=manager.initial_weights_loaded,
             paused=manager.is_pause,
             served=manager.inflight.versions.labels,
-            adapter_versions=manager.inflight.adapters.versions,
+            adapter_versions=manager.inflight.part(Adapters).versions,
             rejects=manager.inflight.pauses.rejects,
             hollow=manager.inflight.is_hollow,
             behind=manager.inflight.fleet_version.why_behind,

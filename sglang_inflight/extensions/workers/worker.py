@@ -8,6 +8,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from sglang_inflight.extensions.adapters.adapters import Adapters
+from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
 from sglang_inflight.extensions.workers.folder import OwnerEndpoint
 from sglang_inflight.extensions.workers.forward import Forward, abort, reload
 from sglang_inflight.extensions.workers.protocol import (
@@ -28,7 +30,6 @@ from sglang_inflight.extensions.workers.refcounts import WorkersRegistry, as_sgl
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.lora.moved_requests import count_as_moved
 from sglang_inflight.frontend.sglangs_pause import admit_requests
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Worker:
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
         # last, because these let waiting requests through
         self._frontend.versions.replace(state.served)
-        self._frontend.adapters.follow(state.adapter_versions)
+        self._frontend.part(Adapters).follow(state.adapter_versions)
 
     def _uses_have_changed(self) -> None:
         """Send the counts once for all changes in one turn of the event loop."""

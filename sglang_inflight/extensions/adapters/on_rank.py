@@ -4,7 +4,7 @@ All ranks of a replica move a request at the same step. Like a commit, the call 
 SGLang gives it to all ranks in the same pass of their loops, and its handler does the whole move.
 Reasons to refuse are checked first, and are the same on every rank.
 
-After a load the front end has each rank check the adapter (``adapter_weights.py``), on a thread of
+After a load the front end has each rank check the adapter (``weights.py``), on a thread of
 its own. Ranks answer for themselves, and one refusal unloads the adapter on all.
 
 This module hooks ``Scheduler.load_lora_adapter``, ``load_lora_adapter_from_tensors`` and
@@ -19,18 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_inflight.extensions.adapters.weights import check, digest_of
 from sglang_inflight.hooking import AROUND, SCHEDULER, hook
 from sglang_inflight.messages import (
     ADAPTER_IN_USE,
     AdapterChecked,
     CheckAdapterCall,
+    Done,
+    InflightCall,
     MoveRequestsCall,
     NameAdaptersCall,
     RequestsMoved,
 )
-from sglang_inflight.scheduler.adapter_weights import check, digest_of
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.controller import CALLS, ENTRIES, PARTS, Controller, Handler
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
@@ -79,8 +82,16 @@ class Adapters:
                 if scheduler.enable_lora:
                     _check_first(self._maybe_manager, lora_id, name)
 
-    @hook(f"{SCHEDULER}.load_lora_adapter", AROUND, via="inflight.adapters")
-    @hook(f"{SCHEDULER}.load_lora_adapter_from_tensors", AROUND, via="inflight.adapters")
+    @hook(
+        f"{SCHEDULER}.load_lora_adapter",
+        AROUND,
+        via=lambda scheduler: scheduler.inflight.part(Adapters),
+    )
+    @hook(
+        f"{SCHEDULER}.load_lora_adapter_from_tensors",
+        AROUND,
+        via=lambda scheduler: scheduler.inflight.part(Adapters),
+    )
     def load(
         self,
         load: Callable[[LoadAdapterRequest], LoRAUpdateOutput],
@@ -131,7 +142,11 @@ class Adapters:
         else:
             self._answers.succeed(call, AdapterChecked(digest=digest))
 
-    @hook(f"{SCHEDULER}.unload_lora_adapter", AROUND, via="inflight.adapters")
+    @hook(
+        f"{SCHEDULER}.unload_lora_adapter",
+        AROUND,
+        via=lambda scheduler: scheduler.inflight.part(Adapters),
+    )
     def unload(
         self,
         unload: Callable[[UnloadLoRAAdapterReqInput], LoRAUpdateOutput],
@@ -234,6 +249,37 @@ class Adapters:
                 "the adapters of the running requests, and pinned adapters, would not fit "
                 '--max-loras-per-batch: pass kv_cache="recompute"'
             )
+
+
+@PARTS.join()
+def make_adapters(controller: Controller) -> Adapters:
+    return Adapters(
+        controller.scheduler,
+        controller.boundary,
+        controller.fence,
+        controller.adapter_versions,
+        controller.contracts,
+        controller.answers,
+    )
+
+
+@CALLS.join()
+def handlers_of_adapters(controller: Controller) -> dict[type[InflightCall[Any]], Handler]:
+    adapters = controller.part(Adapters)
+
+    def name(call: NameAdaptersCall) -> None:
+        adapters.name(call)
+        controller.answers.succeed(call, Done())
+
+    def move(call: MoveRequestsCall) -> None:
+        controller.answers.succeed(call, adapters.move(call))
+
+    return {CheckAdapterCall: adapters.check, NameAdaptersCall: name, MoveRequestsCall: move}
+
+
+@ENTRIES.join()
+def admit(controller: Controller, req: Req) -> None:
+    controller.part(Adapters).admit(req)
 
 
 def _check_first(manager: LoRAManager, lora_id: str, name: str) -> None:

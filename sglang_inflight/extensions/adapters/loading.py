@@ -16,7 +16,8 @@ from sglang.srt.managers.io_struct import (
     LoRAUpdateOutput,
 )
 
-from sglang_inflight.frontend.lora.folder import refuse_irregular
+from sglang_inflight.extensions.adapters.adapters import Adapters
+from sglang_inflight.extensions.adapters.folder import refuse_irregular
 from sglang_inflight.hooking import AROUND, REPLACE, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
 from sglang_inflight.sglang_types import get_lora
@@ -49,7 +50,7 @@ async def load_everywhere(
     if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
         # from ``Adapters``, which holds ``loading``
         return await _load_everywhere(load, tm, obj, *args)
-    adapters = tm.inflight.adapters
+    adapters = tm.inflight.part(Adapters)
     async with adapters.loading:
         request = _as_ours(tm, obj)
         result = await _load_everywhere(load, tm, request, *args)
@@ -71,7 +72,7 @@ async def _load_everywhere(
     except (Refused, HandlerFailed) as error:
         result = LoRAUpdateOutput(success=False, error_message=str(error))
     if not result.success and request.lora_id is not None:
-        await tm.inflight.adapters.unload_failed(request.lora_name, request.lora_id)
+        await tm.inflight.part(Adapters).unload_failed(request.lora_name, request.lora_id)
     return result
 
 
@@ -79,7 +80,7 @@ def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
     """Convert SGLang's own request to ours, with a version."""
     fields = {name: getattr(obj, name) for name in type(obj).__struct_fields__}
     path = getattr(obj, "lora_path", None)
-    version, digest = tm.inflight.adapters.version_of(obj.lora_name, path)
+    version, digest = tm.inflight.part(Adapters).version_of(obj.lora_name, path)
     fields |= {"adapter": obj.lora_name, "adapter_version": version}
     if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):
         return LoadAdapterFromTensors(**fields)

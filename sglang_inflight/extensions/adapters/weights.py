@@ -24,8 +24,8 @@ import torch
 from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.utils import get_normalized_target_modules, get_target_module_name
 
+from sglang_inflight.extensions.adapters.config import LARGEST, excludes, files_in, layers_of
 from sglang_inflight.hooking import AROUND, LORA, hook
-from sglang_inflight.scheduler.adapter_config import LARGEST, excludes, files_in, layers_of
 from sglang_inflight.sglang_types import get_model, get_parallel
 from sglang_inflight.tensor_digest import digest_of_all, digests
 from sglang_inflight.vocabulary.errors import Refused, list_names, shorten
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.mem_pool import LoRAMemoryPool
 
-    from sglang_inflight.scheduler.adapter_config import PatchedLoRAAdapter
+    from sglang_inflight.extensions.adapters.config import PatchedLoRAAdapter
 
 Tensors = dict[str, torch.Tensor]
 

@@ -18,14 +18,17 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
 from sglang_inflight.capabilities import ONE_REPLICA
+from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
 from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.lora.moved_requests import count_as_moved
+from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handler, Handlers
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
@@ -75,7 +78,7 @@ class _Loaded(NamedTuple):
     # None for tensors
     path: str | None
     version: str
-    # of what the ranks read, as ``adapter_weights.digest_of`` computes it; None for tensors
+    # of what the ranks read, as ``weights.digest_of`` computes it; None for tensors
     digest: str | None = None
 
 
@@ -437,6 +440,26 @@ class Adapters:
                 f"{held} are loaded, {len(self._retiring)} of them until their last requests have "
                 "ended. Unload one first, or wait"
             )
+
+
+@FRONT_PARTS.join()
+def make_adapters(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Adapters:
+    made = Adapters(tokenizer_manager, frontend.ranks, frontend.can, frontend.in_background)
+    made.on_change = frontend.versions.notify
+    frontend.adapter_label = made.served
+    frontend.control_calls.after = made.check_load
+    return made
+
+
+@HANDLERS.join()
+def add_handlers(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
+    adapters = frontend.part(Adapters)
+    ours: dict[str, Handler] = {
+        "load_lora_adapter": adapters.load,
+        "load_lora_adapter_from_tensors": adapters.load,
+        "unload_lora_adapter": adapters.unload,
+    }
+    return replace(handlers, by_name={**handlers.by_name, **ours})
 
 
 def _require_one_replica() -> None:
