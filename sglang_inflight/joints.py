@@ -7,11 +7,11 @@ makes a process' objects. A joint without functions costs an empty loop.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P")
 
 _joints: list[Joint[Any]] = []
 
@@ -55,9 +55,23 @@ class Joint(Generic[F]):
         )
 
 
+class HasParts:
+    """An object of the core beside which extensions have objects of their own, one of a class."""
+
+    _parts: dict[type, object]
+
+    def make_parts(self, made: Iterable[object]) -> None:
+        """Keep what the functions at a joint have made."""
+        self._parts = {type(part): part for part in made}
+
+    def part(self, kind: type[P]) -> P:
+        """Return an extension's object of the class ``kind``."""
+        found = self._parts[kind]
+        assert isinstance(found, kind)
+        return found
+
+
 def compose(modules: Collection[str]) -> None:
-    """Import ``modules``, and let exactly their functions take part at every joint."""
-    for module in modules:
-        importlib.import_module(module)
+    """Let exactly the functions of ``modules``, which are imported, take part at every joint."""
     for joint in _joints:
         joint.compose(modules)

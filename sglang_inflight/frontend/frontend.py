@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
@@ -26,7 +26,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.joints import Joint
+from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
     ANSWERS,
     Committed,
@@ -51,12 +51,11 @@ logger = logging.getLogger(__name__)
 # changes the handlers of a new front end
 HANDLERS: Joint[Callable[[Frontend, TokenizerManager, Handlers], Handlers]] = Joint("handlers")
 
-P = TypeVar("P")
 # makes an extension's object of a new front end; others find it by ``Frontend.part``
 FRONT_PARTS: Joint[Callable[[Frontend, TokenizerManager], object]] = Joint("parts of a front end")
 
 
-class Frontend:
+class Frontend(HasParts):
     """Coordinate pauses and updates for one ``TokenizerManager``. The schedulers hold the state.
 
     With several tokenizer workers, a worker forwards calls to the owner (``workers/``); its
@@ -122,7 +121,7 @@ class Frontend:
         )
         # returns the version that new requests of an adapter get, or None if it is not loaded
         self.adapter_label: Callable[[str], AdapterLabel | None] = lambda _: None
-        self._parts = {type(p): p for p in (make(self, tokenizer_manager) for make in FRONT_PARTS)}
+        self.make_parts(make(self, tokenizer_manager) for make in FRONT_PARTS)
         for change in HANDLERS:
             self._handlers = change(self, tokenizer_manager, self._handlers)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
@@ -138,12 +137,6 @@ class Frontend:
         """Handlers of calls. Raises ``NotOffered`` in a worker: only the owner orders calls."""
         self.require_owner()
         return self._handlers
-
-    def part(self, kind: type[P]) -> P:
-        """Return an extension's object, which a function at ``FRONT_PARTS`` has made."""
-        found = self._parts[kind]
-        assert isinstance(found, kind)
-        return found
 
     def require_owner(self) -> None:
         if self.worker is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ class Handlers:
     piece: Callable[[], AbstractContextManager[Arrival]]
     # whether a flush of the prefix cache is left to the next commit
     skips_flush: Callable[[], bool] = lambda: False
+
+    def with_more(self, by_name: Mapping[str, Handler]) -> Handlers:
+        """Return these handlers and those of an extension's calls."""
+        return replace(self, by_name={**self.by_name, **by_name})
 
     def __getitem__(self, name: str) -> Handler:
         """Return the handler. Raises ``NotOffered`` for a call whose extension is not there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -32,7 +32,7 @@ from sglang_inflight.hooking import (
     hook,
     with_us,
 )
-from sglang_inflight.joints import Joint
+from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
     CancelReleaseCall,
     CommitCall,
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
 # by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
-P = TypeVar("P")
 Handler = Callable[[Any], None]
 # makes an extension's object beside a new controller; hooks find it by ``Controller.part``
 PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
@@ -113,7 +112,7 @@ ENTRIES: Joint[Callable[[Controller, Req], None]] = Joint("queue entry")
 READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
 
 
-class Controller:
+class Controller(HasParts):
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
 
     Everything here runs on the scheduler's thread, except ``Jobs``. A handler cannot end the
@@ -180,7 +179,7 @@ class Controller:
             stop_reading=self._stop_reading_weights,
             require_update=settings.require_update,
         )
-        self._parts = {type(part): part for part in (make(self) for make in PARTS)}
+        self.make_parts(make(self) for make in PARTS)
         handlers: dict[type[InflightCall[Any]], Handler] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
@@ -224,12 +223,6 @@ class Controller:
         )
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
-
-    def part(self, kind: type[P]) -> P:
-        """Return an extension's object, which a function at ``PARTS`` has made."""
-        found = self._parts[kind]
-        assert isinstance(found, kind)
-        return found
 
     # ---- called by patches and hooks ----------------------------------------------
 

@@ -18,7 +18,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -28,7 +27,7 @@ from sglang_inflight.capabilities import ONE_REPLICA
 from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
-from sglang_inflight.frontend.handlers import Handler, Handlers
+from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
@@ -454,12 +453,13 @@ def make_adapters(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Ad
 @HANDLERS.join()
 def add_handlers(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
     adapters = frontend.part(Adapters)
-    ours: dict[str, Handler] = {
-        "load_lora_adapter": adapters.load,
-        "load_lora_adapter_from_tensors": adapters.load,
-        "unload_lora_adapter": adapters.unload,
-    }
-    return replace(handlers, by_name={**handlers.by_name, **ours})
+    return handlers.with_more(
+        {
+            "load_lora_adapter": adapters.load,
+            "load_lora_adapter_from_tensors": adapters.load,
+            "unload_lora_adapter": adapters.unload,
+        }
+    )
 
 
 def _require_one_replica() -> None:

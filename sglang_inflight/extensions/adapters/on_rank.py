@@ -47,9 +47,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_inflight.scheduler.patched_types import PatchedScheduler
     from sglang_inflight.sglang_types import LoadAdapterRequest, Scheduler
 
 logger = logging.getLogger(__name__)
+
+
+def _of(scheduler: PatchedScheduler) -> Adapters:
+    return scheduler.inflight.part(Adapters)
 
 
 class Adapters:
@@ -82,16 +87,8 @@ class Adapters:
                 if scheduler.enable_lora:
                     _check_first(self._maybe_manager, lora_id, name)
 
-    @hook(
-        f"{SCHEDULER}.load_lora_adapter",
-        AROUND,
-        via=lambda scheduler: scheduler.inflight.part(Adapters),
-    )
-    @hook(
-        f"{SCHEDULER}.load_lora_adapter_from_tensors",
-        AROUND,
-        via=lambda scheduler: scheduler.inflight.part(Adapters),
-    )
+    @hook(f"{SCHEDULER}.load_lora_adapter", AROUND, via=_of)
+    @hook(f"{SCHEDULER}.load_lora_adapter_from_tensors", AROUND, via=_of)
     def load(
         self,
         load: Callable[[LoadAdapterRequest], LoRAUpdateOutput],
@@ -142,11 +139,7 @@ class Adapters:
         else:
             self._answers.succeed(call, AdapterChecked(digest=digest))
 
-    @hook(
-        f"{SCHEDULER}.unload_lora_adapter",
-        AROUND,
-        via=lambda scheduler: scheduler.inflight.part(Adapters),
-    )
+    @hook(f"{SCHEDULER}.unload_lora_adapter", AROUND, via=_of)
     def unload(
         self,
         unload: Callable[[UnloadLoRAAdapterReqInput], LoRAUpdateOutput],

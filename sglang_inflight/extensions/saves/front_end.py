@@ -6,14 +6,13 @@ import asyncio
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.frontend import HANDLERS, Frontend
-from sglang_inflight.frontend.handlers import Handler, Handlers
+from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.two_phase import GRACE_S
 from sglang_inflight.messages import DiscardSavedCall, EndSaveCall, SaveCall, Written
@@ -113,11 +112,9 @@ class Saves:
 @HANDLERS.join()
 def add_handlers(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
     saves = Saves(frontend.ranks, frontend.settings.update_timeout_s)
-    ours: dict[str, Handler] = {
-        "save_served_weights": saves.save,
-        "discard_saved_weights": saves.discard,
-    }
-    return replace(handlers, by_name={**handlers.by_name, **ours})
+    return handlers.with_more(
+        {"save_served_weights": saves.save, "discard_saved_weights": saves.discard}
+    )
 
 
 def _ranks_of(written: list[Written]) -> tuple[RankSaved, ...]:
