@@ -46,6 +46,7 @@ from harness.forking import (
     receive,
     send,
 )
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.plugin import hook_modules
 
 # imports of a server's processes, except the launcher's own module, which runs as __main__
@@ -231,6 +232,8 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     place = sys.path.index(_STANDARD_LIBRARY)
     sys.path[place:place] = _added_to_path()
     importlib.invalidate_caches()
+    # the path may have other extensions
+    all_extensions.cache_clear()
     os.sched_setaffinity(0, command.cores)
     for limit, value in command.limits.items():
         resource.setrlimit(limit, value)

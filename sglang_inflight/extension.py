@@ -2,6 +2,7 @@
 
 Each folder ``sglang_inflight/extensions/NAME/`` has one ``EXTENSION`` in its ``__init__.py``. The
 core finds the folder by its place, so a server without the folder is a server without the feature.
+A package of its own brings one as an entry point of the group ``sglang_inflight.extensions``.
 ``tests/unit/test_extensions.py`` enforces that no module outside of ``extensions`` imports one of
 its folders, and that an extension imports another one only if ``requires`` names it.
 
@@ -17,8 +18,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+GROUP = "sglang_inflight.extensions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class Extension:
     modules: tuple[str, ...] = ()
     # modules whose hooks wait for the import of a module of SGLang's, by the latter's name
     late_modules: Mapping[str, str] = field(default_factory=dict)
+    # further messages between processes than calls and their answers
+    messages: Callable[[], tuple[type[Any], ...]] = tuple
     # library without which SGLang cannot import the modules that ``late_modules`` wait for
     library: str | None = None
     # dataclass of settings, see ``settings.py``
@@ -44,14 +50,19 @@ class Extension:
 
 @functools.cache
 def all_extensions() -> tuple[Extension, ...]:
-    """Return the extensions whose folders are there. Raises ``ValueError`` if one lacks another."""
+    """Return the extensions that are there. Raises ``ValueError`` if one lacks another."""
     folder = Path(__file__).parent / "extensions"
-    found = tuple(
-        importlib.import_module(f"{__package__}.extensions.{each.name}").EXTENSION
-        for each in pkgutil.iter_modules([str(folder)])
-        if each.ispkg
+    found: tuple[Extension, ...] = (
+        *(
+            importlib.import_module(f"{__package__}.extensions.{each.name}").EXTENSION
+            for each in pkgutil.iter_modules([str(folder)])
+            if each.ispkg
+        ),
+        *(each.load() for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)),
     )
     names = {extension.name for extension in found}
+    if len(names) < len(found):
+        raise ValueError(f"two extensions have one name: {[each.name for each in found]}")
     for extension in found:
         if lacking := set(extension.requires) - names:
             raise ValueError(

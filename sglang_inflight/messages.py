@@ -11,15 +11,14 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import uuid
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import (
     BaseReq,
     ContinueGenerationReqInput,
-    LoadLoRAAdapterFromTensorsReqInput,
-    LoadLoRAAdapterReqInput,
     PauseGenerationReqInput,
 )
 
@@ -40,9 +39,6 @@ from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
-
-# end of a rank's error text when it refuses to unload an adapter; starts with a count
-ADAPTER_IN_USE = "requests of it have not ended"
 
 # rendezvous with a trainer: torch.distributed, or vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
@@ -267,15 +263,6 @@ class Committed(RankAnswer, kw_only=True):
     hollow: str | None = None
 
 
-class Written(RankAnswer, kw_only=True):
-    """The rank's served weights are in the folder. A rank of a further replica writes nothing."""
-
-    weight_version: str
-    # None: another replica's rank writes these weights
-    digest: str | None = None
-    bytes: int = 0
-
-
 class Moved(RankAnswer, kw_only=True):
     """Memory was released or resumed."""
 
@@ -285,18 +272,6 @@ class Moved(RankAnswer, kw_only=True):
     # whether generation is paused afterwards
     paused: bool
     hollow: str | None
-
-
-class RequestsMoved(RankAnswer, kw_only=True):
-    # requests moved to the other adapter
-    rids: list[str]
-    # requests sent back to the queue
-    retracted: int
-
-
-class AdapterChecked(RankAnswer, kw_only=True):
-    # of the adapter's configuration and tensors, if the call asks for it
-    digest: str | None
 
 
 class TransferGivenUp(RankAnswer, kw_only=True):
@@ -313,24 +288,8 @@ class Described(RankAnswer, kw_only=True):
     memory: MemoryStatus
 
 
-ANSWERS: tuple[type[RankAnswer], ...] = (
-    Failed,
-    Done,
-    Paused,
-    Resumed,
-    Opened,
-    Staged,
-    Voted,
-    Committed,
-    Written,
-    Moved,
-    RequestsMoved,
-    AdapterChecked,
-    TransferGivenUp,
-    Described,
-)
-
 A = TypeVar("A", bound=RankAnswer)
+M = TypeVar("M", bound=BaseReq)
 A_co = TypeVar("A_co", bound=RankAnswer, covariant=True)
 
 
@@ -586,38 +545,6 @@ class ForgetEmbeddingsCall(Call, kw_only=True):
     answer = Done
 
 
-class CheckAdapterCall(Call, kw_only=True):
-    """Check an adapter right after its load, before a request knows it."""
-
-    answer = AdapterChecked
-
-    lora_id: str
-    asks_digest: bool
-
-
-class NameAdaptersCall(Call, kw_only=True):
-    """Give a name to another adapter."""
-
-    answer = Done
-
-    # adapter's id -> name
-    names: dict[str, str]
-
-
-class MoveRequestsCall(Call, kw_only=True):
-    """Move one adapter's requests to another adapter at this step boundary."""
-
-    answer = RequestsMoved
-    at_boundary: ClassVar[bool] = True
-
-    from_id: str
-    to_id: str
-    kv_cache: AdapterKVPolicy
-
-    def drains_pipeline(self) -> bool:
-        return False
-
-
 class JoinGroupCall(Call, kw_only=True):
     answer = Done
 
@@ -649,62 +576,8 @@ class GiveUpTransferCall(Call, kw_only=True):
     reason: str
 
 
-class SaveCall(Call, kw_only=True):
-    """Write the served weights into the folder ``path``, beside everything else."""
-
-    answer = Written
-
-    path: str
-    save_id: str
-    expected_version: str | None = None
-    # time limit of a rank's work
-    timeout_s: float
-
-
-class EndSaveCall(Call, kw_only=True):
-    """End a save: check that the version is still served, and write the manifest."""
-
-    answer = Done
-
-    path: str
-    save_id: str
-    manifest: bytes
-    timeout_s: float
-
-
-class DiscardSavedCall(Call, kw_only=True):
-    """Delete saved weights, or give up writing them."""
-
-    answer = Done
-
-    path: str
-    # None: whatever was saved there
-    save_id: str | None = None
-    timeout_s: float
-
-
 class StatusCall(Call, kw_only=True):
     answer = Described
-
-
-class LoadAdapter(LoadLoRAAdapterReqInput, kw_only=True):
-    """SGLang's own request, handled and answered by SGLang, with our fields.
-
-    Requests name the adapter by ``adapter``. ``lora_name`` differs while ``adapter`` still
-    names the predecessor: ranks use it until the adapter is renamed. ``digest`` is of an earlier
-    load of this version: an evicted adapter must come back as it was.
-    """
-
-    adapter: str
-    adapter_version: str
-    digest: str | None = None
-
-
-class LoadAdapterFromTensors(LoadLoRAAdapterFromTensorsReqInput, kw_only=True):
-    """``LoadAdapter`` with tensors instead of a path."""
-
-    adapter: str
-    adapter_version: str
 
 
 class GenerationContinues(BaseReq, kw_only=True):
@@ -725,39 +598,25 @@ class RankIsSilent(RankAnswer, kw_only=True):
     for_s: float | None
 
 
-CALLS: tuple[type[InflightCall[Any]], ...] = (
-    PauseCall,
-    ContinueCall,
-    OpenCall,
-    StageCall,
-    SealCall,
-    MayRecomputeCall,
-    CommitCall,
-    DropCall,
-    RenameCall,
-    RollbackCall,
-    PrepareReleaseCall,
-    ReleaseCall,
-    CancelReleaseCall,
-    PrepareResumeCall,
-    ResumeCall,
-    FlushCall,
-    ForgetEmbeddingsCall,
-    CheckAdapterCall,
-    NameAdaptersCall,
-    MoveRequestsCall,
-    JoinGroupCall,
-    LeaveGroupCall,
-    GiveUpTransferCall,
-    SaveCall,
-    EndSaveCall,
-    DiscardSavedCall,
-    StatusCall,
-)
+def calls() -> list[type[Call]]:
+    """Return the types of all calls, those of imported extensions included."""
+    return [*_leaves(Call)]
 
 
-def make_known() -> None:
-    """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
-    io_struct.hook_custom_types(
-        *CALLS, *ANSWERS, RankIsSilent, GenerationContinues, LoadAdapter, LoadAdapterFromTensors
-    )
+def answers() -> list[type[RankAnswer]]:
+    """Return the types of all ranks' answers to calls, those of imported extensions included."""
+    return [each for each in _leaves(RankAnswer) if each not in (Pulse, RankIsSilent)]
+
+
+def _leaves(base: type[M]) -> Iterator[type[M]]:
+    """Yield the classes below ``base`` without a class below them."""
+    for each in base.__subclasses__():
+        yield from _leaves(each) if each.__subclasses__() else (each,)
+
+
+def make_known(*others: type[BaseReq]) -> None:
+    """Teach SGLang's decoder our messages, and ``others``.
+
+    Runs in every process, before any socket, after the import of the extensions that are on.
+    """
+    io_struct.hook_custom_types(*calls(), *answers(), RankIsSilent, GenerationContinues, *others)

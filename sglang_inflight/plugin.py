@@ -123,7 +123,7 @@ def _install() -> None:
     from sglang_inflight.nccl_errors import name_error_handling
 
     name_error_handling()
-    messages.make_known()
+    messages.make_known(*(each for extension in extensions for each in extension.messages()))
     apply_series()
     engine_hooks.add_methods()
     _register(hooks)

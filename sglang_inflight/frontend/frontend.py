@@ -28,13 +28,13 @@ from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
-    ANSWERS,
     Committed,
     Described,
     GenerationContinues,
     Moved,
     RankAnswer,
     RankIsSilent,
+    answers,
 )
 from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.settings import Settings
@@ -126,7 +126,7 @@ class Frontend(HasParts):
             self._handlers = change(self, tokenizer_manager, self._handlers)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
-                *((answer, self._take_answer) for answer in ANSWERS),
+                *((answer, self._take_answer) for answer in answers()),
                 (RankIsSilent, self.ranks.take_silence),
                 (GenerationContinues, self._generation_continues),
             ]

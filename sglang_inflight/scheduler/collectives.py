@@ -38,7 +38,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_inflight.hooking import AFTER, AROUND, EXCHANGE, SCHEDULER, hook
-from sglang_inflight.messages import CALLS
+from sglang_inflight.messages import Call
 from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ T = TypeVar("T")
 # Besides our calls: SGLang's pause messages, because we handle them; and its weight checks,
 # because they are collectives and may overwrite weights
 _TOGETHER: tuple[type, ...] = (
-    *CALLS,
+    Call,
     PauseGenerationReqInput,
     ContinueGenerationReqInput,
     CheckWeightsReqInput,

@@ -40,7 +40,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_inflight.messages import CALLS, CONTROL_CALL
+from sglang_inflight.messages import CONTROL_CALL, Call
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.by_version import send_control_output
@@ -99,7 +99,7 @@ class Containment:
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:
         for request_type, handler in dispatcher._mapping.items():
             # the controller answers for calls of ours
-            if request_type in CALLS:
+            if issubclass(request_type, Call):
                 continue
             contained = self._contain(handler)
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput

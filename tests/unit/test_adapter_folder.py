@@ -14,7 +14,7 @@ import pytest
 
 from sglang_inflight.extensions.adapters import loading
 from sglang_inflight.extensions.adapters.folder import refuse_irregular
-from sglang_inflight.messages import LoadAdapter
+from sglang_inflight.extensions.adapters.messages import LoadAdapter
 from tests.support import lora
 
 MAKE: dict[str, Callable[[Path], Any]] = {

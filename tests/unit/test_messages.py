@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
+from sglang_inflight.messages import Described, answers, calls, make_known
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Capabilities,
@@ -46,9 +46,9 @@ DESCRIBED = Described(
 )
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", calls(), ids=lambda call: call.__name__)
 def test_every_call_names_a_known_answer(call: Any) -> None:
-    assert call.answer in ANSWERS
+    assert call.answer in answers()
 
 
 def test_answer_survives_msgpack() -> None:

@@ -41,7 +41,7 @@ def test_plugin_waits_for_the_other_launchers(monkeypatch: pytest.MonkeyPatch) -
         "sglang_inflight.messages.make_known",
         "sglang_inflight.nccl_errors.name_error_handling",
     ):
-        monkeypatch.setattr(name, lambda: None)
+        monkeypatch.setattr(name, lambda *_: None)
     monkeypatch.setattr(plugin, "_register", lambda hooks: None)
     monkeypatch.setattr(plugin, "_is_installed", False)
     monkeypatch.setattr("sglang_inflight.late_import.when_imported", waiting.__setitem__)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_inflight.extension import Extension
+
+
+def _messages() -> tuple[type[Any], ...]:
+    from sglang_inflight.extensions.adapters.messages import LoadAdapter, LoadAdapterFromTensors
+
+    return LoadAdapter, LoadAdapterFromTensors
+
 
 EXTENSION = Extension(
     name="adapters",
@@ -13,5 +22,6 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.adapters.on_rank",
         "sglang_inflight.extensions.adapters.weights",
     ),
+    messages=_messages,
     serves=("enable_lora",),
 )

@@ -24,19 +24,19 @@ import msgspec
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
 from sglang_inflight.capabilities import ONE_REPLICA
-from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
-from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
-from sglang_inflight.frontend.handlers import Handlers
-from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import (
-    AdapterKVPolicy,
+from sglang_inflight.extensions.adapters.messages import (
     CheckAdapterCall,
     LoadAdapter,
     LoadAdapterFromTensors,
     MoveRequestsCall,
     NameAdaptersCall,
 )
+from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
+from sglang_inflight.frontend.aio import carry_through
+from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handlers
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.messages import AdapterKVPolicy
 from sglang_inflight.sglang_types import get_lora, get_parallel
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import (

@@ -18,8 +18,12 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.adapters.folder import refuse_irregular
+from sglang_inflight.extensions.adapters.messages import (
+    ADAPTER_IN_USE,
+    LoadAdapter,
+    LoadAdapterFromTensors,
+)
 from sglang_inflight.hooking import AROUND, REPLACE, TOKENIZER_MANAGER, hook, with_us
-from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
 from sglang_inflight.sglang_types import get_lora
 from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused, list_names
 

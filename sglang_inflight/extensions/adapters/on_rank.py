@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_inflight.extensions.adapters.weights import check, digest_of
-from sglang_inflight.hooking import AROUND, SCHEDULER, hook
-from sglang_inflight.messages import (
+from sglang_inflight.extensions.adapters.messages import (
     ADAPTER_IN_USE,
     AdapterChecked,
     CheckAdapterCall,
-    Done,
-    InflightCall,
     MoveRequestsCall,
     NameAdaptersCall,
     RequestsMoved,
 )
+from sglang_inflight.extensions.adapters.weights import check, digest_of
+from sglang_inflight.hooking import AROUND, SCHEDULER, hook
+from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import CALLS, ENTRIES, PARTS, Controller, Handler

@@ -28,7 +28,7 @@ import zmq
 from sglang.srt.managers.io_struct import sock_send
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto, get_zmq_socket
 
-from sglang_inflight.messages import ANSWERS, GenerationContinues, Pulse, RankAnswer, RankIsSilent
+from sglang_inflight.messages import GenerationContinues, Pulse, RankAnswer, RankIsSilent, answers
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.unsupported import Unsupported
 
@@ -79,7 +79,7 @@ class Relay:
         self._poller = zmq.Poller()
         self._poller.register(self._listening, zmq.POLLIN)
         self._poller.register(self._ends, zmq.POLLIN)
-        self._decode = msgspec.msgpack.Decoder(_ANY_ANSWER).decode
+        self._decode = msgspec.msgpack.Decoder(_any_message()).decode
         # time.monotonic() of each rank's last message
         self._last_message_at: dict[Rank, float] = {}
         self._silent: set[Rank] = set()
@@ -212,7 +212,9 @@ def _watch_ends(context: zmq.Context[Any], listening: zmq.Socket[bytes]) -> zmq.
     return ends
 
 
-_ANY_ANSWER: Any = Union[(*ANSWERS, Pulse, GenerationContinues)]
+def _any_message() -> Any:
+    """Return the type of what other nodes send."""
+    return Union[(*answers(), Pulse, GenerationContinues)]
 
 
 @dataclass(frozen=True)

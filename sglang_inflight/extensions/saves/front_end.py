@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang_inflight.extensions.saves.messages import (
+    DiscardSavedCall,
+    EndSaveCall,
+    SaveCall,
+    Written,
+)
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.frontend import HANDLERS, Frontend
 from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.two_phase import GRACE_S
-from sglang_inflight.messages import DiscardSavedCall, EndSaveCall, SaveCall, Written
 from sglang_inflight.vocabulary.answers import RankSaved, Saved
 from sglang_inflight.vocabulary.bodies import DiscardBody, SaveBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent

@@ -28,19 +28,18 @@ from sglang_inflight.extensions.saves.files import (
     refuse_manifest,
     write_manifest,
 )
+from sglang_inflight.extensions.saves.messages import (
+    DiscardSavedCall,
+    EndSaveCall,
+    SaveCall,
+    Written,
+)
 from sglang_inflight.extensions.saves.tensors import (
     ServedNumbers,
     read_numbers,
     served_tensors,
 )
-from sglang_inflight.messages import (
-    DiscardSavedCall,
-    Done,
-    EndSaveCall,
-    InflightCall,
-    SaveCall,
-    Written,
-)
+from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.controller import CALLS, PARTS, READERS, Controller, Handler
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
