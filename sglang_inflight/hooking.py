@@ -40,6 +40,7 @@ LORA = "sglang.srt.lora.lora.LoRAAdapter"
 MULTI_TOKENIZER = "sglang.srt.managers.multi_tokenizer_mixin"
 OPENAI_SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
 PENALTIES = "sglang.srt.sampling.penaltylib"
+PREFILL_SCHEDULER = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 PROCESSOR = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )

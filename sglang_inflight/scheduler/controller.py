@@ -25,6 +25,7 @@ from sglang_inflight.hooking import (
     AROUND,
     BEFORE,
     DECODE,
+    PREFILL_SCHEDULER,
     PROCESSOR,
     SCHEDULER,
     SENDER,
@@ -71,13 +72,11 @@ from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
-from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
@@ -130,7 +129,6 @@ class Controller(HasParts):
         kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
-        self.captured = CapturedRows(scheduler)
         self.fence = PrefixFence(boundary)
         self.adapter_versions = AdapterVersions()
         self.contracts = Contracts(
@@ -372,15 +370,10 @@ class Controller(HasParts):
         finish_with_output(streamer, req, abort)
         return True
 
-    @hook(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.optimistic_release_and_requeue",
-        AFTER,
-        via="inflight",
-    )
+    @hook(f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue", AFTER, order=1, via="inflight")
     def enqueue_again(self, _: None, req: Req) -> None:
         """Prepare ``req``, queued again on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
-        forget(req)
         self._prepare(req)
         self.contracts.check([req])
 
@@ -412,29 +405,6 @@ class Controller(HasParts):
     def record_taken(self, tokens: list[list[int]], result: object, batch: ScheduleBatch) -> None:
         """Record the KV version of ``tokens``, a list for each request of a speculative forward."""
         self.kv_versions.record_taken(batch.reqs, tokens, behind=self.versions.changes_behind)
-
-    def before_release(self, req: Req) -> None:
-        """Read what the slots of ``req`` tell, before its row of KV slots is freed.
-
-        For a finished request these are its KV versions, for a retracted one its captured rows.
-        The first reading counts: by a later one the prefix cache may have changed the row.
-        """
-        if not req.finished():
-            self.captured.keep(req)
-        elif record_of(req).kv_versions is None:
-            record_of(req).kv_versions = self.kv_versions.read(req, self.versions.label)
-
-    def before_last_outputs(self, reqs: list[Req]) -> None:
-        """Complete the captured rows of finished requests, before their outputs are built."""
-        for req in reqs:
-            if req.finished() and not req.finished_output:
-                self.captured.put_back(req)
-
-    def before_output(self, reqs: list[Req]) -> None:
-        """Observe the version lag of finished requests, before their outputs are sent."""
-        for req in reqs:
-            if req.finished():
-                self.staleness.observe(req, self.versions.epoch)
 
     # ---- handlers ------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.io_struct import BaseReq
 
 from sglang_inflight.hooking import AROUND, BEFORE, SCHEDULER, SENDER, hook
-from sglang_inflight.messages import KV_VERSIONS, RECORDS
+from sglang_inflight.joints import Joint
+from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.requests import record_of
-from sglang_inflight.scheduler.versions.captured import records_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
     from sglang_inflight.sglang_types import Scheduler
+
+# completes requests that have ended, before their last outputs are built
+LAST_OUTPUTS: Joint[Callable[[Controller, list[Req]], None]] = Joint("last outputs")
+# adds fields to outputs, some of which are last ones: a value for each request, None without one
+OUTPUTS: Joint[Callable[[Controller, list[Req]], dict[str, list[Any]]]] = Joint("outputs")
 
 
 @hook(f"{SENDER}.send_output", BEFORE)
@@ -46,19 +51,24 @@ def _extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer
         inflight: Controller  # set by ``create_controller``, before the first output
 
         def stream_output(self, reqs: list[Req], *args: Any, **kwargs: Any) -> None:
-            self.inflight.before_last_outputs(reqs)
+            if ended := [req for req in reqs if req.finished() and not req.finished_output]:
+                for complete in LAST_OUTPUTS:
+                    complete(self.inflight, ended)
             super().stream_output(reqs, *args, **kwargs)
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
             # only ended requests have such fields, and a step seldom ends one
-            if not any(req.finished() for req in reqs):
+            ended = [req for req in reqs if req.finished()]
+            if not ended:
                 return info
-            self.inflight.before_output(reqs)
+            for req in ended:
+                self.inflight.staleness.observe(req, self.inflight.versions.epoch)
             added: dict[str, list[Any]] = {
-                KV_VERSIONS: [record_of(req).kv_versions for req in reqs],
-                RECORDS: [records_of(req) if req.finished() else None for req in reqs],
+                KV_VERSIONS: [record_of(req).kv_versions for req in reqs]
             }
+            for fields in OUTPUTS:
+                added |= fields(self.inflight, reqs)
             return info | {
                 name: values for name, values in added.items() if any(v is not None for v in values)
             }

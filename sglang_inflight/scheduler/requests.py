@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     class _AdoptedReq(Req):
         inflight: RequestRecord
+
+
+P = TypeVar("P")
 
 
 @dataclass(slots=True)
@@ -246,25 +249,6 @@ class Unreachable(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rows:
-    """Rows captured by forwards, of the positions from ``start`` on."""
-
-    start: int
-    # int32, on the host, of shape (positions, layers, top-k)
-    rows: torch.Tensor
-
-
-@dataclass(slots=True)
-class Captured:
-    """Rows of one kind that ``CapturedRows`` keeps for one request."""
-
-    # rows from the first position of the answer on, read at the last retraction
-    kept: torch.Tensor | None = None
-    # row of the last position of the last prefill
-    last: Rows | None = None
-
-
-@dataclass(slots=True)
 class RequestRecord:
     """Only the scheduler's thread touches it."""
 
@@ -285,8 +269,15 @@ class RequestRecord:
     # its version contract, once ``contracts.py`` has read it
     contract: Contract | None = None
     has_read_contract: bool = False
-    # captured rows of earlier forwards, by the name of the request's attribute
-    captured: dict[str, Captured] = field(default_factory=dict)
+    _parts: dict[type, object] = field(default_factory=dict)
+
+    def part(self, kind: type[P]) -> P:
+        """Return an extension's own record, of the class ``kind``, made at the first call."""
+        found = self._parts.get(kind)
+        if found is None:
+            found = self._parts[kind] = kind()
+        assert isinstance(found, kind)
+        return found
 
 
 def record_of(req: Req) -> RequestRecord:

@@ -13,8 +13,8 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
-from sglang_inflight.scheduler.versions import captured
-from sglang_inflight.scheduler.versions.captured import CapturedRows, forget
+from sglang_inflight.extensions.records import captured
+from sglang_inflight.extensions.records.captured import CapturedRows, forget
 
 PROMPT, SLOTS = 4, 16
 

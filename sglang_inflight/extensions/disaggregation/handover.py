@@ -40,7 +40,7 @@ from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
 from sglang_inflight.extensions.disaggregation import DisaggregationSettings
-from sglang_inflight.hooking import AROUND, BEFORE, DECODE, hook
+from sglang_inflight.hooking import AROUND, BEFORE, DECODE, PREFILL_SCHEDULER, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.scheduler.requests import record_of
@@ -94,7 +94,7 @@ class Handover:
     # ---- the prefill server ----------------------------------------------------------
 
     @hook(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        f"{PREFILL_SCHEDULER}.send_kv_chunk",
         BEFORE,
         via=lambda scheduler: scheduler.inflight.part(Handover),
     )

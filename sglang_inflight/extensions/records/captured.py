@@ -30,34 +30,62 @@ server's answer has them.
 
 Memory: one row for each position of a retracted request, until the request's end.
 
-This module hooks ``Req.reset_for_retract``.
+This module hooks ``Req.reset_for_retract``, ``checkpoint_kv_cache``, and a prefill server's release
+of a prompt computed too soon.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
-from sglang_inflight.hooking import AFTER, REQ, hook
+from sglang_inflight.hooking import AFTER, BEFORE, KV, PREFILL_SCHEDULER, REQ, hook
 from sglang_inflight.messages import RECORDS, Records
-from sglang_inflight.scheduler.requests import Captured, Rows, record_of
+from sglang_inflight.scheduler.controller import PARTS, Controller
+from sglang_inflight.scheduler.outputs import LAST_OUTPUTS, OUTPUTS
+from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.slots import RELEASES
 from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.state_capturer.base import BaseTopkCapturer
 
+    from sglang_inflight.scheduler.patched_types import PatchedReqToTokenPool
     from sglang_inflight.sglang_types import Scheduler
 
 
 # in place of an index, in each element of a row captured on another server
 _UNKNOWN = -1
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows captured by forwards, of the positions from ``start`` on."""
+
+    start: int
+    # int32, on the host, of shape (positions, layers, top-k)
+    rows: torch.Tensor
+
+
+@dataclass(slots=True)
+class Captured:
+    """Rows of one kind that ``CapturedRows`` keeps for one request."""
+
+    # rows from the first position of the answer on, read at the last retraction
+    kept: torch.Tensor | None = None
+    # row of the last position of the last prefill
+    last: Rows | None = None
+
+
+class _OfRequest(dict[str, Captured]):
+    """Captured rows of a request's earlier forwards, by the name of the request's attribute."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +192,34 @@ class CapturedRows:
         return found
 
 
+@PARTS.join()
+def make_captured_rows(controller: Controller) -> CapturedRows:
+    return CapturedRows(controller.scheduler)
+
+
+@RELEASES.join()
+def keep_before_release(controller: Controller, req: Req) -> None:
+    if not req.finished():
+        controller.part(CapturedRows).keep(req)
+
+
+@LAST_OUTPUTS.join()
+def complete(controller: Controller, ended: list[Req]) -> None:
+    for req in ended:
+        controller.part(CapturedRows).put_back(req)
+
+
+@OUTPUTS.join()
+def say_which_rows(_: Controller, reqs: list[Req]) -> dict[str, list[Any]]:
+    return {RECORDS: [records_of(req) if req.finished() else None for req in reqs]}
+
+
+@hook(f"{KV}.checkpoint_kv_cache", BEFORE)
+def keep_before_caching(req: Req, tree_cache: Any) -> None:
+    pool: PatchedReqToTokenPool = tree_cache.req_to_token_pool
+    pool.inflight.part(CapturedRows).keep_last(req)
+
+
 @hook(f"{REQ}.reset_for_retract", AFTER, order=1)
 def forget_without_tokens(_: None, req: Req) -> None:
     """Drop the kept rows of a request that begins anew, after ``mends`` has kept its output."""
@@ -171,9 +227,14 @@ def forget_without_tokens(_: None, req: Req) -> None:
         forget(req)
 
 
+@hook(f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue", AFTER)
+def forget_a_prompt_computed_too_soon(_: None, scheduler: Scheduler, req: Req) -> None:
+    forget(req)
+
+
 def forget(req: Req) -> None:
     """Drop the kept rows: ``req`` has ended, or begins anew without its tokens."""
-    record_of(req).captured.clear()
+    record_of(req).part(_OfRequest).clear()
 
 
 def _sampled(req: Req) -> int:
@@ -183,7 +244,7 @@ def _sampled(req: Req) -> int:
 
 
 def _captured(req: Req, wanted: _Wanted) -> Captured:
-    return record_of(req).captured.setdefault(wanted.name, Captured())
+    return record_of(req).part(_OfRequest).setdefault(wanted.name, Captured())
 
 
 def _end(wanted: _Wanted, captured: Captured) -> int:
