@@ -184,13 +184,6 @@ class Settings:
         "version spans in answers: all, or sglang, which has SGLang's own spans: by name alone, "
         "and only in a stream's last chunk",
     )
-    sse_comment_s: float = setting(
-        15.0,
-        seconds,
-        "how often a silent event stream gets an empty line while paused, in seconds; 0 is never",
-    )
-    sse_comment: bool = setting(False, boolean, "put the pause's mode into that line, as a comment")
-
     require_update: bool = setting(
         False,
         boolean,

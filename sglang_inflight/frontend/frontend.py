@@ -175,10 +175,6 @@ class Frontend(HasParts):
         """Whether schedulers queue the requests of a pause; read by patch 0003."""
         return not self.pauses.sglangs.is_the_servers
 
-    async def mode(self) -> str | None:
-        """Return the current pause's mode, or None if generation runs."""
-        return await self.pauses.mode()
-
     async def status(self) -> Status:
         """Return state, versions and staging progress, of the first rank and of each rank."""
         ranks = await self.pauses.ask_status()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
-# puts routes before SGLang's routes of the same path
+# puts routes before SGLang's routes of the same path, or a middleware behind ours
 ROUTES: Joint[Callable[[FastAPI, Frontend, TokenizerManager], None]] = Joint("routes")
 # changes the app with our routes, the list
 MOUNTED: Joint[

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sglang_inflight.frontend.http.pause_comments import PauseComments
+from sglang_inflight.extensions.comments.pause_comments import PauseComments
 
 EVERY_S = 0.01
 PATIENCE_S = 60.0

@@ -33,7 +33,6 @@ from sglang_inflight.frontend.http.endpoints import (
     with_query,
     without_body,
 )
-from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.http.refused_fields import RefuseFields
 from sglang_inflight.vocabulary.answers import Begun, Grant
 from sglang_inflight.vocabulary.bodies import (
@@ -101,15 +100,6 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
             RefuseFields, shapes=dict.fromkeys(CONTRACTS_REFUSED, Contract), refuse=not_taken
         ),
     ]
-    every_s = frontend.settings.sse_comment_s
-    if every_s > 0:
-        comments = Middleware(
-            PauseComments,
-            mode=frontend.mode,
-            every_s=every_s,
-            says_why=frontend.settings.sse_comment,
-        )
-        app.user_middleware.append(comments)
 
 
 def _serves(route: BaseRoute) -> set[tuple[str, str]]:

@@ -11,11 +11,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette._utils import get_route_path
+from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
+
+from sglang_inflight.extensions.comments import CommentsSettings
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.tokenizer_hooks import ROUTES
+from sglang_inflight.settings import read
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from sglang_inflight.sglang_types import TokenizerManager
 
 Mode = Callable[[], Awaitable[str | None]]
 
@@ -24,6 +35,19 @@ _EVENT_STREAM = b"text/event-stream"
 _STREAMS = frozenset(
     ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 )
+
+
+@ROUTES.join()
+def add_comments(app: FastAPI, frontend: Frontend, _: TokenizerManager) -> None:
+    settings = read(CommentsSettings)
+    app.user_middleware.append(
+        Middleware(
+            PauseComments,
+            mode=frontend.pauses.mode,
+            every_s=settings.sse_comment_s,
+            says_why=settings.sse_comment,
+        )
+    )
 
 
 class PauseComments:
