@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 # the core's modules that declare hooks (``hooking.py``)
 HOOK_MODULES = (
-    "sglang_inflight.frontend.abort_hooks",
     "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
     "sglang_inflight.frontend.http.endpoints",
@@ -26,6 +25,7 @@ HOOK_MODULES = (
     "sglang_inflight.frontend.shutdown",
     "sglang_inflight.frontend.spans",
     "sglang_inflight.frontend.tokenizer_hooks",
+    "sglang_inflight.scheduler.boundary",
     "sglang_inflight.scheduler.captures",
     "sglang_inflight.scheduler.collectives",
     "sglang_inflight.scheduler.controller",

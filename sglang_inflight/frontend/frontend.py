@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
-from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.caches import Caches
@@ -66,7 +65,6 @@ class Frontend(HasParts):
         self._tasks = tokenizer_manager.asyncio_tasks
         # set if this process is one of several tokenizer workers
         self.worker: WorkerRole | None = None
-        self.aborts = Aborts(tokenizer_manager, lambda: self.worker)
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self.control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -92,7 +90,6 @@ class Frontend(HasParts):
             self.lifetime,
             timeout_s=settings.version_timeout_s,
         )
-        self.aborts.end_waits = self.admission.abort
         # the owner of several tokenizer workers sends them its state
         self.on_change: Callable[[], None] = lambda: None
         self.pauses.on_change = lambda: self.on_change()

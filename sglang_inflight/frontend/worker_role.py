@@ -22,9 +22,6 @@ class WorkerRole(Protocol):
     async def reload(self, request: LoadAdapterRequest) -> LoRAUpdateOutput:
         """Reload an evicted adapter for a request."""
 
-    async def abort(self, names: list[str]) -> int:
-        """Abort the requests of these names on all workers. Return the number of requests."""
-
 
 class WorkersOfOwner(Protocol):
     """The owner's way to its workers, whose requests use the adapters."""

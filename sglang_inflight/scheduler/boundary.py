@@ -3,6 +3,8 @@
 The loop takes in messages between two steps. Under overlap scheduling the last batch is
 then launched, but its result is still queued: its tokens are not yet written to their
 requests, and on CUDA its kernels may still run.
+
+This module hooks ``Scheduler.abort_request``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
+from sglang_inflight.hooking import BEFORE, SCHEDULER, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.beams import begin_beams_anew
 from sglang_inflight.scheduler.by_version import paused_as_it_was, send_abort_output
@@ -144,6 +147,7 @@ class Boundary:
                 cache.release_session(session_id)
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
+    @hook(f"{SCHEDULER}.abort_request", BEFORE, via="inflight.boundary")
     def abort_waiting(self, request: AbortReq) -> None:
         """Abort queued requests that SGLang's abort misses, or ends only with the next batch.
 

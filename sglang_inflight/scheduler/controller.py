@@ -1,7 +1,7 @@
 """Our one object in each scheduler process, called by patches and hooks.
 
-This module hooks the scheduler's choice of a batch, its launch, its queue and its aborts. It also
-hooks the copies of KV between the device's and the host's tier.
+This module hooks the scheduler's choice of a batch, its launch, and its queue. It also hooks
+the copies of KV between the device's and the host's tier.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
-    AbortReq,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
 from sglang.srt.managers.schedule_batch import NextBatchPlan
-from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
@@ -28,7 +26,6 @@ from sglang_inflight.hooking import (
     PREFILL_SCHEDULER,
     PROCESSOR,
     SCHEDULER,
-    SENDER,
     TRANSFERS,
     hook,
     with_us,
@@ -62,7 +59,6 @@ from sglang_inflight.messages import (
     TimesOver,
 )
 from sglang_inflight.metrics import Metrics
-from sglang_inflight.scheduler.aborted_output import finish_with_output, has_made_something
 from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
 from sglang_inflight.scheduler.boundary import AT_ONCE, Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
@@ -339,36 +335,6 @@ class Controller(HasParts):
         self.fence.admit(req)
         for admit in ENTRIES:
             admit(self, req)
-
-    @hook(f"{SCHEDULER}.abort_request", AROUND, via="inflight")
-    def abort_own_requests(self, abort: Callable[[AbortReq], None], recv_req: AbortReq) -> None:
-        """End the requests that SGLang's abort misses. Another worker's requests stay."""
-        if not self.boundary.requests.is_of_another_worker(recv_req):
-            self.boundary.abort_waiting(recv_req)
-            abort(recv_req)
-
-    # the sender to the detokenizer has no controller
-    @hook(f"{SENDER}.send_output", AROUND, order=1, via="inflight", when=with_us)
-    def end_with_output(
-        self,
-        send: Callable[..., None],
-        output: Any,
-        recv_obj: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """End an aborted request by its last output, if it has made tokens."""
-        is_abort = isinstance(output, AbortReq) and isinstance(recv_obj, AnyRequest)
-        if not is_abort or not self._abort_with_output(recv_obj, output):
-            send(output, recv_obj, *args, **kwargs)
-
-    def _abort_with_output(self, req: Req, abort: AbortReq) -> bool:
-        """Send the abort together with the output of ``req``. Return False if there is none."""
-        streamer = self.scheduler.output_streamer
-        if not streamer.is_generation or not has_made_something(req):
-            return False
-        finish_with_output(streamer, req, abort)
-        return True
 
     @hook(f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue", AFTER, order=1, via="inflight")
     def enqueue_again(self, _: None, req: Req) -> None:

@@ -26,7 +26,6 @@ from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     import torch
-    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_inflight.sglang_types import Scheduler
@@ -215,18 +214,6 @@ class Requests:
             held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
             return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
         return self.waiting()
-
-    def is_of_another_worker(self, request: AbortReq) -> bool:
-        """Return whether the named request belongs to another tokenizer worker than the abort.
-
-        A worker aborts its own request. That request may have ended, or been refused, by now, and
-        another worker's request may have its name.
-        """
-        worker = request.http_worker_ipc
-        if request.abort_all or worker is None:
-            return False
-        named = [r for r in self.live() if r.rid == request.rid and not r.finished()]
-        return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
 
 
 Spans = list[dict[str, Any]]

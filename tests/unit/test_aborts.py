@@ -16,7 +16,8 @@ from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_inflight.frontend.abort_hooks import (
+from sglang_inflight.extensions.aborts.aborts import Aborts
+from sglang_inflight.extensions.aborts.hooks import (
     abort_request,
     abort_when_dispatched,
     bind_abort_task,
@@ -24,7 +25,6 @@ from sglang_inflight.frontend.abort_hooks import (
     leave_to_the_stream,
     name_groups,
 )
-from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.livepatch import load_series
 
 
@@ -37,8 +37,8 @@ class Manager:
         self.rid_to_state: dict[str, Any] = {}
         # names in the aborts sent to the schedulers
         self.sent: list[str] = []
-        aborts = Aborts(self, lambda: None)  # type: ignore[arg-type]
-        self.inflight: Any = SimpleNamespace(aborts=aborts)
+        aborts = Aborts(self, lambda _: 0)  # type: ignore[arg-type]
+        self.inflight: Any = SimpleNamespace(part={Aborts: aborts}.__getitem__)
 
     def abort_request(self, rid: str) -> None:
         abort_request(lambda _, each: self.sent.append(each), self, rid)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
-from sglang_inflight.frontend.abort_hooks import end_with_an_empty_chunk
+from sglang_inflight.extensions.mends.aborted_answers import end_with_an_empty_chunk
 
 
 def aborted(*, stream: bool, increments: bool) -> dict[str, Any]:

@@ -175,3 +175,26 @@ def test_detokenizer_separates_workers_with_same_name() -> None:
     assert step(("one", [99], True), ("other", [100], False)) == ["c", "d"]
     assert step(("other", [101], True)) == ["e"]
     assert not detokenizer.decode_status
+
+
+def test_abort_spares_another_workers_request() -> None:
+    """Another worker may reuse the name when this worker's request ended or was refused."""
+    finished = False
+    rank = Rank()
+    rank.live["name"] = SimpleNamespace(
+        rid="name", http_worker_ipc="one", finished=lambda: finished
+    )
+
+    def is_passed_on(rid: str, worker: str | None, *, abort_all: bool = False) -> bool:
+        abort: Any = SimpleNamespace(rid=rid, http_worker_ipc=worker, abort_all=abort_all)
+        passed_on: list[AbortReq] = []
+        rank.names.abort_own(passed_on.append, abort)
+        return bool(passed_on)
+
+    assert not is_passed_on("name", "other")
+    assert is_passed_on("name", "one")
+    assert is_passed_on("name1", "other")
+    assert is_passed_on("name", "other", abort_all=True)
+    assert is_passed_on("name", None)
+    finished = True
+    assert is_passed_on("name", "other")

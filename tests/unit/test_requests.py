@@ -101,26 +101,6 @@ def test_recompute_is_refused_during_kv_transfers(decode: Any) -> None:
     assert "2 requests have KV" in (there.why_not_recomputed() or "")
 
 
-def test_abort_spares_another_workers_request(scheduler: Any) -> None:
-    """Another worker may reuse the name when this worker's request ended or was refused."""
-    finished = False
-    req = SimpleNamespace(rid="name", http_worker_ipc="one", finished=lambda: finished)
-    held = Requests(scheduler)
-    held.live = lambda: [req]  # type: ignore[method-assign, assignment, return-value]
-
-    def is_another_workers(rid: str, worker: str | None, *, abort_all: bool = False) -> bool:
-        abort: Any = SimpleNamespace(rid=rid, http_worker_ipc=worker, abort_all=abort_all)
-        return held.is_of_another_worker(abort)
-
-    assert is_another_workers("name", "other")
-    assert not is_another_workers("name", "one")
-    assert not is_another_workers("name1", "other")
-    assert not is_another_workers("name", "other", abort_all=True)
-    assert not is_another_workers("name", None)
-    finished = True
-    assert not is_another_workers("name", "other")
-
-
 def test_requests_without_kv_are_found_on_both_servers() -> None:
     waiting: Any = SimpleNamespace(
         waiting_queue=["has its KV, or will"],

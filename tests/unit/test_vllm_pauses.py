@@ -52,7 +52,7 @@ class Played:
             caches=Caches(pauses._tokenizer_manager, self.rank, ALL),
             updates=None,
             groups=None,
-            aborts=None,
+            part=lambda _: None,
             memory=SimpleNamespace(release=wait, released=released),
             settings=SimpleNamespace(update_timeout_s=1.0),
         )

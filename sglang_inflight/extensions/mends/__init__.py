@@ -7,6 +7,8 @@ from sglang_inflight.extension import Extension
 EXTENSION = Extension(
     name="mends",
     modules=(
+        "sglang_inflight.extensions.mends.aborted_answers",
+        "sglang_inflight.extensions.mends.aborted_output",
         "sglang_inflight.extensions.mends.penalties",
         "sglang_inflight.extensions.mends.prefilled_again",
         "sglang_inflight.extensions.mends.redaction",

@@ -35,5 +35,5 @@ EXTENSION = Extension(
     ),
     settings=VLLMSettings,
     is_on=lambda: read(VLLMSettings).vllm_routes,
-    requires=("adapters",),
+    requires=("aborts", "adapters"),
 )

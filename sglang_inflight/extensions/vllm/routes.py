@@ -14,6 +14,7 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.extensions.vllm.bodies import (
@@ -132,7 +133,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
-        self._aborts = frontend.aborts
+        self._aborts = frontend.part(Aborts)
         self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches

@@ -12,5 +12,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.workers.request_names",
     ),
     serves=("tokenizer_worker_num",),
-    requires=("adapters",),
+    requires=("aborts", "adapters"),
 )

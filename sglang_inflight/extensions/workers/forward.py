@@ -30,6 +30,7 @@ from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import refusal
 from sglang_inflight.vocabulary.bodies import Body
@@ -283,7 +284,7 @@ def mount_abort_request(app: FastAPI, tokenizer_manager: PatchedTokenizerManager
             if body.abort_all:
                 tokenizer_manager.abort_request(abort_all=True)
             elif body.rid:
-                await tokenizer_manager.inflight.aborts.everywhere([body.rid])
+                await tokenizer_manager.inflight.part(Aborts).everywhere([body.rid])
         except InflightError as error:
             return refusal(error)
         return Response()

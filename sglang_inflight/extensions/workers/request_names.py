@@ -10,7 +10,7 @@ the ranks of a pipeline have processed different results, and would decide diffe
 decides for itself. Requests of one ``rid`` in two replicas meet only in the detokenizer, and there
 the extension ``workers`` tells the workers apart.
 
-This module hooks ``SchedulerRequestReceiver._pull_raw_reqs``.
+This module hooks ``SchedulerRequestReceiver._pull_raw_reqs`` and ``Scheduler.abort_request``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.mm_utils import discard_shm_features
 
-from sglang_inflight.hooking import AROUND, hook
+from sglang_inflight.hooking import AROUND, SCHEDULER, hook
 from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.sglang_types import get_serving
 
@@ -106,6 +106,25 @@ class RequestNames:
         assert self._requests is not None
         live = {req.rid for req in self._requests.live() if not req.finished()}
         return live | self._taken
+
+    @hook(f"{SCHEDULER}.abort_request", AROUND, order=1, via=lambda _: NAMES)
+    def abort_own(self, abort: Callable[[AbortReq], None], recv_req: AbortReq) -> None:
+        """Abort no request of another tokenizer worker than the abort's.
+
+        A worker aborts its own request. That request may have ended, or been refused, by now, and
+        another worker's request may have its name.
+        """
+        if not self._is_of_another_worker(recv_req):
+            abort(recv_req)
+
+    def _is_of_another_worker(self, request: AbortReq) -> bool:
+        worker = request.http_worker_ipc
+        if request.abort_all or worker is None:
+            return False
+        assert self._requests is not None
+        live = self._requests.live()
+        named = [req for req in live if req.rid == request.rid and not req.finished()]
+        return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
 
     def _refuse(self, request: Any) -> None:
         assert self._scheduler is not None

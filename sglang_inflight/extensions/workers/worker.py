@@ -8,6 +8,7 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
 from sglang_inflight.extensions.workers.folder import OwnerEndpoint
@@ -121,7 +122,7 @@ class Worker:
                     self._send_uses()
                     self._send(Ack(state.number))
                 case Abort(number=number, names=names):
-                    self._send(Aborted(number, self._frontend.aborts.here(names)))
+                    self._send(Aborted(number, self._frontend.part(Aborts).here(names)))
                 case Moved(rids=rids, from_id=from_id, to_id=to_id):
                     await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
                     self._send_uses()

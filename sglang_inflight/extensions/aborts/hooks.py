@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
-from sglang.srt.managers.io_struct import EmbeddingReqInput
-from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
-
-from sglang_inflight.frontend.aborts import GROUP, GROUPS, Group
+from sglang_inflight.extensions.aborts.aborts import GROUP, GROUPS, Aborts, Group
 from sglang_inflight.hooking import AFTER, AROUND, BEFORE, REPLACE, TOKENIZER_MANAGER, hook, with_us
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import BaseReq
-
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import TokenizerManager
 
@@ -55,13 +49,13 @@ def abort_request(
     if abort_all or not rid:
         abort(tm, rid, abort_all)
         return
-    for each in tm.inflight.aborts.end(rid):
+    for each in tm.inflight.part(Aborts).end(rid):
         abort(tm, each)
 
 
 @hook(f"{TOKENIZER_MANAGER}._mark_state_dispatched", AFTER, when=with_us)
 def abort_when_dispatched(_: None, tm: PatchedTokenizerManager, rid: str) -> None:
-    if tm.inflight.aborts.is_due(rid):
+    if tm.inflight.part(Aborts).is_due(rid):
         tm.abort_request(rid)
 
 
@@ -81,22 +75,6 @@ def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
     The name may belong to another request by then. SGLang closes the stream next, and aborts the
     stream's remaining requests.
     """
-
-
-@hook(f"{TOKENIZER_MANAGER}._handle_abort_finish_reason", BEFORE, when=with_us)
-def refuse_without_embedding(
-    tm: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool
-) -> None:
-    """Turn an aborted embedding request into an error, before SGLang checks its finish reason.
-
-    A text cut short is still an answer. An aborted embedding request has no embedding, and
-    SGLang's routes fail when they look for it.
-    """
-    reason = out["meta_info"]["finish_reason"]
-    is_aborted = reason.get("type") == "abort" and reason.get("status_code") is None
-    if is_aborted and isinstance(state.obj, EmbeddingReqInput) and "embedding" not in out:
-        reason["status_code"] = HTTPStatus.SERVICE_UNAVAILABLE
-        reason["message"] = "the request was aborted before its embedding was computed; retry"
 
 
 class _RequestsOf:
@@ -119,17 +97,3 @@ class _RequestsOf:
             for each in requests
             if (state := states.get(each.rid)) is not None and state.obj is each
         ]
-
-
-@hook(f"{TOKENIZER_MANAGER}._handle_abort_req", AROUND, when=with_us)
-def end_with_an_empty_chunk(
-    handle: Callable[..., None], manager: TokenizerManager, recv_obj: BaseReq
-) -> None:
-    state = manager.rid_to_state.get(recv_obj.rid or "")
-    handle(manager, recv_obj)
-    if state is None or not manager.incremental_streaming_output:
-        return
-    if getattr(state.obj, "stream", False) and state.finished:
-        chunk = state.out_list[-1]
-        chunk |= {"text": "", "output_ids": []}
-        _slice_streaming_output_meta_info(chunk["meta_info"], state.last_output_offset)

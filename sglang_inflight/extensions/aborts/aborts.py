@@ -11,11 +11,12 @@ goes to the schedulers on the same socket, before that request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from sglang_inflight.frontend.frontend import FRONT_PARTS, Frontend
+
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.worker_role import WorkerRole
     from sglang_inflight.sglang_types import TokenizerManager
 
 
@@ -39,13 +40,13 @@ class Aborts:
     """Resolve names to requests of one ``TokenizerManager``, on its event loop."""
 
     def __init__(
-        self, tokenizer_manager: TokenizerManager, worker: Callable[[], WorkerRole | None]
+        self, tokenizer_manager: TokenizerManager, end_waits: Callable[[str], int]
     ) -> None:
-        """``worker`` returns this process's tokenizer worker; None if there is one front end."""
+        """``end_waits`` ends the waits for a version of the requests of a name, and counts them."""
         self._tokenizer_manager = tokenizer_manager
-        self._worker = worker
-        # ends the waits of requests that wait for their version, by name, and counts them
-        self.end_waits: Callable[[str], int] = lambda name: 0
+        self._end_waits = end_waits
+        # ends the requests of names on all tokenizer workers, and counts them; None for one worker
+        self.on_all_workers: Callable[[list[str]], Awaitable[int]] | None = None
 
     def named(self, name: str) -> list[str]:
         """Return the ``rid`` of the live request ``name``, else of each request in group ``name``.
@@ -61,13 +62,14 @@ class Aborts:
     async def everywhere(self, names: Iterable[str]) -> int:
         """End the requests of these names on all workers. Return their number."""
         names = list(names)
-        worker = self._worker()
-        return self.here(names) if worker is None else await worker.abort(names)
+        if self.on_all_workers is None:
+            return self.here(names)
+        return await self.on_all_workers(names)
 
     def here(self, names: Iterable[str]) -> int:
         """End this process's requests of these names. Return their number."""
         found = {name: self.named(name) for name in names}
-        waits = sum(map(self.end_waits, found))
+        waits = sum(map(self._end_waits, found))
         for name in found:
             self._tokenizer_manager.abort_request(name)
         return waits + len({rid for rids in found.values() for rid in rids})
@@ -78,7 +80,7 @@ class Aborts:
         A request still being tokenized is ended when the schedulers have it: an abort sent before
         its request would find nothing.
         """
-        self.end_waits(name)
+        self._end_waits(name)
         rids = []
         for rid in self.named(name):
             state = self._tokenizer_manager.rid_to_state[rid]
@@ -97,6 +99,11 @@ class Aborts:
             return False
         group = _group_of(state)
         return getattr(state, _IS_ABORTED, False) or (group is not None and group["is_aborted"])
+
+
+@FRONT_PARTS.join()
+def make_aborts(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Aborts:
+    return Aborts(tokenizer_manager, frontend.admission.abort)
 
 
 def _group_of(state: Any) -> Any:
