@@ -531,20 +531,6 @@ class ResumeCall(Call, kw_only=True):
     until_filled: bool = False
 
 
-class FlushCall(Call, kw_only=True):
-    """Drop every cached prefix."""
-
-    answer = Done
-    at_boundary: ClassVar[bool] = True
-
-    # retract running requests, because they hold KV; False refuses the call if any run
-    retract: bool
-
-
-class ForgetEmbeddingsCall(Call, kw_only=True):
-    answer = Done
-
-
 class JoinGroupCall(Call, kw_only=True):
     answer = Done
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 HOOK_MODULES = (
     "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
-    "sglang_inflight.frontend.http.endpoints",
     "sglang_inflight.frontend.openai_requests",
     "sglang_inflight.frontend.request_checks",
     "sglang_inflight.frontend.shutdown",

@@ -11,7 +11,6 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight import capabilities
 from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.aio import Lifetime, keep
-from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
@@ -42,7 +41,6 @@ from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 from sglang_inflight.vocabulary.labels import AdapterLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.worker_role import WorkerRole
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -63,8 +61,8 @@ class Frontend(HasParts):
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tasks = tokenizer_manager.asyncio_tasks
-        # set if this process is one of several tokenizer workers
-        self.worker: WorkerRole | None = None
+        # whether this process is one of several tokenizer workers
+        self.is_worker = False
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self.control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -75,7 +73,6 @@ class Frontend(HasParts):
         self.pauses = Pauses(
             tokenizer_manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s
         )
-        self.caches = Caches(tokenizer_manager, self.ranks, can)
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
@@ -136,7 +133,7 @@ class Frontend(HasParts):
         return self._handlers
 
     def require_owner(self) -> None:
-        if self.worker is not None:
+        if self.is_worker:
             raise NotOffered(
                 "this process is one of several tokenizer workers, which cannot take control "
                 "calls: call the server over HTTP"
@@ -149,7 +146,7 @@ class Frontend(HasParts):
                 self.is_hollow = hollow is not None
             case Described(memory=memory):
                 self.is_hollow = memory.hollow is not None
-        if self.worker is None:
+        if not self.is_worker:
             # a worker takes this state from the owner, whose messages have another order
             self._served.take_answer(answer)
             self.pauses.take_answer(answer)

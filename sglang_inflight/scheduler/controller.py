@@ -38,8 +38,6 @@ from sglang_inflight.messages import (
     Described,
     Done,
     DropCall,
-    FlushCall,
-    ForgetEmbeddingsCall,
     GiveUpTransferCall,
     InflightCall,
     JoinGroupCall,
@@ -76,13 +74,12 @@ from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model, get_parallel
-from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -190,8 +187,6 @@ class Controller(HasParts):
             CancelReleaseCall: self.memory_release.cancel_release,
             PrepareResumeCall: self.memory_release.prepare_resume,
             ResumeCall: self.memory_release.resume,
-            FlushCall: self._flush,
-            ForgetEmbeddingsCall: self._forget_embeddings,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -432,19 +427,6 @@ class Controller(HasParts):
         self.versions.rename(call.weight_version)
         self.contracts.check_waiting()
         self._describe(call)
-
-    def _flush(self, call: FlushCall) -> None:
-        self.boundary.drain()
-        running = len(self.boundary.requests.running())
-        if running and not call.retract:
-            raise Conflict(f"{running} running requests hold KV")
-        self.boundary.retract()
-        self.boundary.flush(empty_cache=False)
-        self.answers.succeed(call, Done())
-
-    def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
-        forget_embeddings()
-        self.answers.succeed(call, Done())
 
     def _describe(self, call: StatusCall | RenameCall) -> None:
         self.answers.succeed(

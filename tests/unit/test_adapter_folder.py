@@ -42,7 +42,9 @@ def test_file_that_must_not_be_read_is_refused_before_a_rank_loads(
     monkeypatch.setattr(
         loading, "get_lora", lambda: SimpleNamespace(max_loaded_loras=None, enable_lora=True)
     )
-    manager: Any = SimpleNamespace(inflight=SimpleNamespace(worker=None), is_pause=False)
+    adapters = SimpleNamespace(reload=None)
+    frontend = SimpleNamespace(part=lambda _: adapters)
+    manager: Any = SimpleNamespace(inflight=frontend, is_pause=False)
     request: Any = LoadAdapter(
         lora_name="a", lora_path=str(folder), adapter="a", adapter_version="1"
     )

@@ -99,7 +99,7 @@ def run(doing: Callable[[Manager, Adapters], Awaitable[None]]) -> None:
     async def bounded() -> None:
         manager: Any = Manager()
         loads = Adapters(manager, manager, Capabilities(), lambda doing: _keep(manager, doing))
-        manager.inflight = SimpleNamespace(worker=None, part=lambda _: loads)
+        manager.inflight = SimpleNamespace(part=lambda _: loads)
         async with asyncio.timeout(60):
             await doing(manager, loads)
             await asyncio.gather(*manager.asyncio_tasks)

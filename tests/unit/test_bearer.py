@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.utils import auth
 
-from sglang_inflight.frontend.http.endpoints import decide_request_auth
+from sglang_inflight.extensions.mends.keys import decide_request_auth
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_inflight.frontend.shutdown import ShutdownSignal
+from sglang_inflight.extensions.workers.shutdown_signal import ShutdownSignal
 
 
 @pytest.fixture

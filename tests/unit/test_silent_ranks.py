@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import Done, FlushCall, RankIsSilent, StatusCall
+from sglang_inflight.messages import CancelReleaseCall, Done, RankIsSilent, StatusCall
 from sglang_inflight.vocabulary.errors import OutcomeUnknown, RankSilent
 
 PATIENCE_S = 60.0
@@ -53,7 +53,7 @@ Call = Callable[[FrontEnd], Awaitable[Any]]
 CALLS: dict[str, tuple[Call, type[Exception]]] = {
     "ours": (lambda end: end.ranks.call(StatusCall(), PATIENCE_S), RankSilent),
     "ours, which cannot be called back": (
-        lambda end: end.ranks.carry_out(FlushCall(retract=True), PATIENCE_S),
+        lambda end: end.ranks.carry_out(CancelReleaseCall(), PATIENCE_S),
         OutcomeUnknown,
     ),
     "SGLang's": (FrontEnd.flush, OutcomeUnknown),

@@ -12,9 +12,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
 from sglang_inflight.extensions.vllm.bodies import PauseQuery, SleepQuery
+from sglang_inflight.extensions.vllm.caches import Caches
 from sglang_inflight.extensions.vllm.routes import VLLMS_NAMES, _Routes
 from sglang_inflight.frontend.aio import Lifetime
-from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.http.endpoints import fails_on_shutdown, guarded
 from sglang_inflight.vocabulary.answers import MemoryMoved
 from sglang_inflight.vocabulary.calls import TABLE
@@ -49,7 +49,7 @@ class Played:
         frontend: Any = SimpleNamespace(
             ranks=self.rank,
             pauses=pauses,
-            caches=Caches(pauses._tokenizer_manager, self.rank, ALL),
+            can=ALL,
             updates=None,
             groups=None,
             part=lambda _: None,

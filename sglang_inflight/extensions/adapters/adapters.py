@@ -17,8 +17,8 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
@@ -56,10 +56,9 @@ from sglang_inflight.vocabulary.errors import (
 from sglang_inflight.vocabulary.labels import FIRST_ADAPTER_VERSION, AdapterLabel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import BaseReq
+    from sglang.srt.managers.io_struct import BaseReq, LoRAUpdateOutput
 
-    from sglang_inflight.frontend.worker_role import WorkersOfOwner
-    from sglang_inflight.sglang_types import TokenizerManager
+    from sglang_inflight.sglang_types import LoadAdapterRequest, TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +87,16 @@ class _Move(NamedTuple):
     kv_cache: AdapterKVPolicy
 
 
+class WorkersOfOwner(Protocol):
+    """The owner's way to its workers, whose requests use the adapters."""
+
+    def post_move(self, rids: list[str], from_id: str, to_id: str) -> None:
+        """Tell the workers that requests have moved to another adapter."""
+
+    async def wait_acked(self) -> None:
+        """Wait until every worker has applied the owner's state."""
+
+
 class Adapters:
     """Adapters of one server. Lives on the front end's event loop, as SGLang's registry does."""
 
@@ -105,6 +114,8 @@ class Adapters:
         self._in_background = in_background
         # set in the owner: sends to the tokenizer workers, whose requests use the adapters
         self.broadcast: WorkersOfOwner | None = None
+        # set in a worker: reloads an evicted adapter for a request
+        self.reload: Callable[[LoadAdapterRequest], Awaitable[LoRAUpdateOutput]] | None = None
         # counts loads of all adapters
         self._loads = itertools.count(1)
         # by name

@@ -49,12 +49,12 @@ async def load_everywhere(
     load: Load, tm: PatchedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
     """Wrap SGLang's own load, for calls and for requests. In a worker only requests load."""
-    if (worker := tm.inflight.worker) is not None:
-        return await worker.reload(obj)
+    adapters = tm.inflight.part(Adapters)
+    if adapters.reload is not None:
+        return await adapters.reload(obj)
     if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
         # from ``Adapters``, which holds ``loading``
         return await _load_everywhere(load, tm, obj, *args)
-    adapters = tm.inflight.part(Adapters)
     async with adapters.loading:
         request = _as_ours(tm, obj)
         result = await _load_everywhere(load, tm, request, *args)

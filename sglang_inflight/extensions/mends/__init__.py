@@ -9,6 +9,7 @@ EXTENSION = Extension(
     modules=(
         "sglang_inflight.extensions.mends.aborted_answers",
         "sglang_inflight.extensions.mends.aborted_output",
+        "sglang_inflight.extensions.mends.keys",
         "sglang_inflight.extensions.mends.penalties",
         "sglang_inflight.extensions.mends.prefilled_again",
         "sglang_inflight.extensions.mends.redaction",

@@ -30,6 +30,7 @@ class VLLMSettings:
 EXTENSION = Extension(
     name="vllm",
     modules=(
+        "sglang_inflight.extensions.vllm.caches",
         "sglang_inflight.extensions.vllm.openai_fields",
         "sglang_inflight.extensions.vllm.routes",
     ),

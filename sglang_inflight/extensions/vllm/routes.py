@@ -31,6 +31,7 @@ from sglang_inflight.extensions.vllm.bodies import (
     WorldSizeQuery,
     choose_pause_mode,
 )
+from sglang_inflight.extensions.vllm.caches import Caches
 from sglang_inflight.extensions.vllm.generate import Generate
 from sglang_inflight.extensions.vllm.openai_fields import detokenize
 from sglang_inflight.extensions.vllm.server_info import ServerInfo, mismatches, read_checksums
@@ -41,7 +42,6 @@ from sglang_inflight.extensions.vllm.trainers import (
 )
 from sglang_inflight.extensions.vllm.transfer import Transfer
 from sglang_inflight.frontend.as_sglang import decode, read_query
-from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
     Content,
@@ -53,6 +53,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_query,
 )
 from sglang_inflight.frontend.tokenizer_hooks import ROUTES
+from sglang_inflight.frontend.updates.served import clear_preprocessed
 from sglang_inflight.sglang_types import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
 from sglang_inflight.vocabulary.bodies import (
@@ -136,7 +137,7 @@ class _Routes:
         self._aborts = frontend.part(Aborts)
         self._ranks = frontend.ranks
         self._pauses = frontend.pauses
-        self._caches = frontend.caches
+        self._caches = Caches(tokenizer_manager, frontend.ranks, frontend.can)
         self._updates = frontend.updates
         self._memory = frontend.memory
         self._transfer = Transfer(

@@ -10,6 +10,7 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.workers.hooks",
         "sglang_inflight.extensions.workers.joins",
         "sglang_inflight.extensions.workers.request_names",
+        "sglang_inflight.extensions.workers.worker",
     ),
     serves=("tokenizer_worker_num",),
     requires=("aborts", "adapters"),

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_inflight.extensions.aborts.aborts import Aborts
+from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.workers.folder import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.extensions.workers.forward import Forward, mount_abort_request
 from sglang_inflight.extensions.workers.worker import Worker
@@ -61,5 +62,7 @@ def become_worker(
 ) -> None:
     if (endpoint := _endpoint(port_args)) is not None:
         forward = _forward_of(tokenizer_manager, endpoint)
-        worker = frontend.worker = Worker(endpoint, forward, frontend, tokenizer_manager)
+        worker = Worker(endpoint, forward, frontend, tokenizer_manager)
+        frontend.is_worker = True
         frontend.part(Aborts).on_all_workers = worker.abort
+        frontend.part(Adapters).reload = worker.reload

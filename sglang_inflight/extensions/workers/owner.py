@@ -41,8 +41,9 @@ from sglang_inflight.extensions.workers.folder import OwnerEndpoint, OwnersFolde
 from sglang_inflight.extensions.workers.forward import FLUSH, mount_aborts, mount_reloads
 from sglang_inflight.extensions.workers.protocol import LONGEST_LINE, Adapter, ServerState
 from sglang_inflight.extensions.workers.refcounts import OwnersRegistry
+from sglang_inflight.extensions.workers.shutdown_signal import ShutdownSignal
 from sglang_inflight.extensions.workers.state_broadcast import StateBroadcast
-from sglang_inflight.frontend.shutdown import ShutdownSignal, release_all
+from sglang_inflight.frontend.shutdown import release_all
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry

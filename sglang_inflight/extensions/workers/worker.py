@@ -1,4 +1,7 @@
-"""One of several tokenizer workers, following the owner's state."""
+"""One of several tokenizer workers, following the owner's state.
+
+This module hooks ``TokenizerManager``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,11 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from sglang.srt.managers.io_struct import ShutdownReq
 
 from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.extensions.adapters.adapters import Adapters
@@ -29,16 +36,29 @@ from sglang_inflight.extensions.workers.protocol import (
 )
 from sglang_inflight.extensions.workers.refcounts import WorkersRegistry, as_sglangs
 from sglang_inflight.frontend.aio import keep
-from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.sglangs_pause import admit_requests
+from sglang_inflight.frontend.updates.served import clear_preprocessed
+from sglang_inflight.hooking import AROUND, TOKENIZER_MANAGER, hook, with_us
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import LoadAdapterRequest, TokenizerManager
 
 logger = logging.getLogger(__name__)
+
+# the worker of each front end that is one
+WORKERS: WeakKeyDictionary[Frontend, Worker] = WeakKeyDictionary()
+
+
+def _is_one(tokenizer_manager: PatchedTokenizerManager) -> bool:
+    return with_us(tokenizer_manager) and tokenizer_manager.inflight in WORKERS
+
+
+def _of(tokenizer_manager: PatchedTokenizerManager) -> Worker:
+    return WORKERS[tokenizer_manager.inflight]
 
 
 class Worker:
@@ -74,17 +94,33 @@ class Worker:
         self._act(first)
         connection.setblocking(False)
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
+        WORKERS[frontend] = self
         # SGLang does so only at the first request. A worker without requests would then be ended
         # by its HTTP server, and that waits for the forwarded calls.
         tokenizer_manager.auto_create_handle_loop()
 
-    def end(self) -> None:
-        """Report the worker idle. SGLang would end the schedulers, and other workers' requests."""
-        self._send(Idle())
+    @hook(f"{TOKENIZER_MANAGER}._dispatch_to_scheduler", AROUND, via=_of, when=_is_one)
+    def dispatch(self, dispatch: Callable[[object], None], obj: object) -> None:
+        """Report the worker idle in place of the ``ShutdownReq``, SGLang's last message.
 
-    async def until_answered(self) -> None:
-        """Wait for the owner's answers to forwarded calls; ending the schedulers fails them."""
-        await self._forward.until_answered()
+        A worker may have no request while others have, so the owner ends the schedulers for all.
+        """
+        if isinstance(obj, ShutdownReq):
+            self._send(Idle())
+        else:
+            dispatch(obj)
+
+    @hook(f"{TOKENIZER_MANAGER}.sigterm_watchdog", AROUND, via=_of, when=_is_one)
+    async def exit_after_forwarded_calls(self, watch: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the owner's answers to forwarded calls before ``watch`` exits the process.
+
+        Ending the schedulers fails these calls.
+        """
+        try:
+            await watch()
+        except SystemExit:
+            await self._forward.until_answered()
+            raise
 
     async def reload(self, request: LoadAdapterRequest) -> LoRAUpdateOutput:
         """Reload an evicted adapter for a request."""

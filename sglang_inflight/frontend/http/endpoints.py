@@ -9,13 +9,11 @@ import asyncio
 import functools
 import logging
 import re
-import string
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from fastapi import Request, Response
@@ -29,7 +27,6 @@ from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.handlers import Arrival
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
 from sglang_inflight.frontend.http.large_bodies import large_body
-from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.bodies import Body, NoBody, TensorBody
@@ -50,7 +47,6 @@ Endpoint = Callable[..., Awaitable[Response]]
 _OURS: Mapping[str, str] = MappingProxyType({})
 # names of the call's route for calls that our errors name
 _callers_names: ContextVar[Mapping[str, str]] = ContextVar("_callers_names", default=_OURS)
-_KEPT = "".join(sorted({*string.printable} - {"%"}))
 
 
 @contextmanager
@@ -238,29 +234,3 @@ def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[LoRAUpdateOutp
     endpoint: Endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(answer)
     endpoint.__name__ = handler.__name__
     return endpoint
-
-
-@hook("sglang.srt.utils.auth.decide_request_auth", AROUND)
-def decide_request_auth(
-    decide: Callable[..., Any],
-    *,
-    authorization_header: str | None,
-    api_key: str | None,
-    admin_api_key: str | None,
-    **others: Any,
-) -> Any:
-    """Escape non-ASCII in keys: SGLang's comparison raises on non-ASCII text."""
-    return decide(
-        # Starlette decodes a header's bytes as latin-1
-        authorization_header=_to_ascii(authorization_header, "latin-1"),
-        api_key=_to_ascii(api_key, "utf-8"),
-        admin_api_key=_to_ascii(admin_api_key, "utf-8"),
-        **others,
-    )
-
-
-def _to_ascii(text: str | None, encoding: str) -> str | None:
-    """Percent-encode ``text``; different bytes give different results."""
-    if text is None:
-        return None
-    return quote(text.encode(encoding, "surrogateescape"), safe=_KEPT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.ranks import rank_of
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import CommitCall, Committed, Described, RankAnswer
@@ -77,3 +76,9 @@ class Served:
                 load_format=update.checkpoint.load_format
                 or tokenizer_manager.config_value("load_format"),
             )
+
+
+def clear_preprocessed(tokenizer_manager: TokenizerManager) -> None:
+    """Forget preprocessed images and other media; text models have none."""
+    if tokenizer_manager.mm_processor is not None:
+        tokenizer_manager.mm_processor.clear_preprocess_cache()

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_inflight.capabilities import now
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
+from sglang_inflight.frontend.updates.served import clear_preprocessed
+from sglang_inflight.messages import Call, Done, InflightCall
+from sglang_inflight.scheduler.controller import CALLS, Controller, Handler
+from sglang_inflight.scheduler.versions.prefix_fence import forget_embeddings
 from sglang_inflight.vocabulary.answers import Capabilities
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 # A step may take long, and a flush waits for its end.
 FLUSH_TIMEOUT_S = 120.0
+
+
+class FlushCall(Call, kw_only=True):
+    """Drop every cached prefix."""
+
+    answer = Done
+    at_boundary: ClassVar[bool] = True
+
+    # retract running requests, because they hold KV; False refuses the call if any run
+    retract: bool
+
+
+class ForgetEmbeddingsCall(Call, kw_only=True):
+    answer = Done
+
+
+@CALLS.join()
+def handlers_of_caches(controller: Controller) -> dict[type[InflightCall[Any]], Handler]:
+    boundary = controller.boundary
+
+    def flush(call: FlushCall) -> None:
+        boundary.drain()
+        running = len(boundary.requests.running())
+        if running and not call.retract:
+            raise Conflict(f"{running} running requests hold KV")
+        boundary.retract()
+        boundary.flush(empty_cache=False)
+        controller.answers.succeed(call, Done())
+
+    def forget(call: ForgetEmbeddingsCall) -> None:
+        forget_embeddings()
+        controller.answers.succeed(call, Done())
+
+    return {FlushCall: flush, ForgetEmbeddingsCall: forget}
 
 
 class Caches:
@@ -45,9 +82,3 @@ class Caches:
     async def forget_embeddings(self) -> None:
         """Forget encoders' embeddings of images and other media, on every rank."""
         await self._ranks.carry_out(ForgetEmbeddingsCall(), FLUSH_TIMEOUT_S)
-
-
-def clear_preprocessed(tokenizer_manager: TokenizerManager) -> None:
-    """Forget preprocessed images and other media; text models have none."""
-    if tokenizer_manager.mm_processor is not None:
-        tokenizer_manager.mm_processor.clear_preprocess_cache()
