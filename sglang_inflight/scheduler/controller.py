@@ -22,8 +22,6 @@ from sglang_inflight.hooking import (
     AFTER,
     AROUND,
     BEFORE,
-    DECODE,
-    PREFILL_SCHEDULER,
     PROCESSOR,
     SCHEDULER,
     TRANSFERS,
@@ -270,11 +268,6 @@ class Controller(HasParts):
         return choose(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
 
     @hook(f"{SCHEDULER}.get_new_batch_prefill", AROUND, via="inflight")
-    @hook(
-        f"{DECODE}.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch",
-        AROUND,
-        via="inflight",
-    )
     def admit(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``schedule``, and show it only the requests that may run now.
 
@@ -302,41 +295,19 @@ class Controller(HasParts):
             scheduler.waiting_queue = held + scheduler.waiting_queue
             grammars.grammar_queue = without_grammar + grammars.grammar_queue
 
-    @hook(f"{DECODE}.DecodePreallocQueue.pop_preallocated", AROUND, via="scheduler.inflight")
-    def ask_for_kv(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``ask``, and show it only the requests that may run now.
-
-        ``ask`` chooses the requests whose KV the prefill server is to send.
-        """
-        if self.pause.state is not PauseState.DRAINING:
-            return ask(*args, **kwargs)
-        prealloc = self.scheduler.disagg_decode_prealloc_queue
-        held = [entry for entry in prealloc.queue if not self.pause.admits(entry.req)]
-        prealloc.queue = [entry for entry in prealloc.queue if self.pause.admits(entry.req)]
-        try:
-            return ask(*args, **kwargs)
-        finally:
-            prealloc.queue = prealloc.queue + held
-
     @hook(f"{SCHEDULER}._add_request_to_queue", AROUND, via="inflight")
     def enqueue(self, add: Callable[..., None], req: Req, *args: Any, **kwargs: Any) -> None:
         """Prepare a request, new or retracted, and queue it unless its contract does not hold."""
-        self._prepare(req)
+        self.prepare(req)
         if self.contracts.admits(req):
             add(req, *args, **kwargs)
 
-    def _prepare(self, req: Req) -> None:
+    def prepare(self, req: Req) -> None:
+        """Prepare a request that enters the queue, new or retracted."""
         self.turns.enqueue(req)
         self.fence.admit(req)
         for admit in ENTRIES:
             admit(self, req)
-
-    @hook(f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue", AFTER, order=1, via="inflight")
-    def enqueue_again(self, _: None, req: Req) -> None:
-        """Prepare ``req``, queued again on a prefill server that released its KV."""
-        self.versions.forget_tokens(req)
-        self._prepare(req)
-        self.contracts.check([req])
 
     @hook(f"{SCHEDULER}.run_batch", AROUND, via="inflight")
     def launch(

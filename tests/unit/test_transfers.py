@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_inflight.scheduler.pause.transfers import Transfers
+from sglang_inflight.extensions.disaggregation.pause import Transfers
 
 LIMIT_S = 300
 

@@ -1,4 +1,4 @@
-"""Versions go with the KV from a prefill server to a decode server."""
+"""A prefill server and a decode server: versions go with the KV, and pauses meet transfers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class DisaggregationSettings:
 
 EXTENSION = Extension(
     name="disaggregation",
-    modules=("sglang_inflight.extensions.disaggregation.handover",),
+    modules=(
+        "sglang_inflight.extensions.disaggregation.handover",
+        "sglang_inflight.extensions.disaggregation.pause",
+    ),
     settings=DisaggregationSettings,
     serves=("disaggregation_mode",),
 )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import zmq
 from sglang.srt.managers.io_struct import (
@@ -22,6 +23,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
 )
 
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     ContinueCall,
     PauseCall,
@@ -35,6 +37,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import broadcast_from_first_rank, is_true_on_any_rank
 from sglang_inflight.scheduler.pause.machine import (
+    DRAINING_MODES,
     AbortAll,
     Asked,
     Continued,
@@ -60,7 +63,6 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
-from sglang_inflight.scheduler.pause.transfers import Transfers
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Holder, PauseStatus
 from sglang_inflight.vocabulary.errors import Conflict
@@ -68,6 +70,7 @@ from sglang_inflight.vocabulary.errors import Conflict
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_inflight.scheduler.requests import Requests
     from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,28 @@ LOAD_REFRESH_S = 0.05
 LONGEST_SLEEP_S = 1.0
 # Under attention DP several ranks have a socket, and a sleeping rank delays the others.
 LONGEST_SLEEP_IN_STEP_S = 0.005
+
+
+class FrozenWork(Protocol):
+    """Work that goes on while a loop is frozen. Only the scheduler's thread calls it."""
+
+    @property
+    def draining_modes(self) -> tuple[PauseMode, ...]:
+        """Modes that drain on this server, besides those that drain everywhere."""
+
+    def do(self) -> None:
+        """Do what is due. Called on all ranks in each frozen pass."""
+
+    @property
+    def next_time(self) -> float | None:
+        """Time of ``time.monotonic()`` at which the loop must not sleep; None without work."""
+
+    def extend_request_timeouts(self, seconds: float) -> None:
+        """Extend the timeouts of the work by the ``seconds`` for which the loop was frozen."""
+
+
+# makes the work that goes on while a scheduler's loop is frozen
+FROZEN: Joint[Callable[[Scheduler, Requests], FrozenWork]] = Joint("frozen loop")
 
 
 class Pause:
@@ -93,7 +118,7 @@ class Pause:
         self._answers = answers
         self._metrics = metrics
         self._sleeper = Sleeper(scheduler)
-        self._transfers = Transfers(scheduler, boundary.requests)
+        self._frozen_work = [make(scheduler, boundary.requests) for make in FROZEN]
         self._held = HeldPauses()
         # number of events so far; a TimesOver message is void if it has changed since
         self._seen = 0
@@ -127,7 +152,8 @@ class Pause:
 
     def ask(self, call: PauseCall) -> None:
         """Take or renew a pause. A draining pause is answered when its drain ends."""
-        self._make_transition(Asked(call, time.monotonic(), self._transfers.draining_modes))
+        more = (mode for work in self._frozen_work for mode in work.draining_modes)
+        self._make_transition(Asked(call, time.monotonic(), (*DRAINING_MODES, *more)))
 
     def resume(self, call: ContinueCall) -> None:
         """Release one pause, or all. The loop runs on when none is left."""
@@ -170,7 +196,8 @@ class Pause:
                 return False
             self._make_transition(Drained(time.monotonic()))
         self.report_alive()
-        self._transfers.process_finished()
+        for work in self._frozen_work:
+            work.do()
         self.sleep()
         return True
 
@@ -193,10 +220,9 @@ class Pause:
         )
 
     def sleep(self) -> None:
-        """Sleep until a message comes, a lease or wait expires, or a transfer is due a look."""
+        """Sleep until a message comes, a lease or wait expires, or work is due."""
         alarms = [at for at, _ in self._held.alarms]
-        if (look := self._transfers.next_poll) is not None:
-            alarms.append(look)
+        alarms += [at for work in self._frozen_work if (at := work.next_time) is not None]
         self._sleeper.sleep(min(alarms, default=None))
 
     def admits(self, req: Req) -> bool:
@@ -380,7 +406,8 @@ class Pause:
                 stats.wait_queue_entry_time = min(stats.wait_queue_entry_time + seconds, now)
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time = min(stats.forward_entry_time + seconds, now)
-        self._transfers.extend_request_timeouts(seconds)
+        for work in self._frozen_work:
+            work.extend_request_timeouts(seconds)
 
 
 class Sleeper:

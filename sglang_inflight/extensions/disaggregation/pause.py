@@ -1,4 +1,4 @@
-"""KV transfers between a prefill and a decode server while one of them is frozen.
+"""Pauses of a prefill or a decode server: KV transfers while it is frozen, requests that drain.
 
 A KV transfer goes on while a loop is frozen. Threads of the prefill server write the KV into
 memory reserved by the decode server, and the decode server's loop takes it in when it runs again.
@@ -7,21 +7,28 @@ Only the prefill server's loop must poll its transfers: it answers the request a
 A frozen server asks the other one for nothing, and the other one waits. Each server extends
 request timeouts by its own frozen time only, because neither knows the other's
 (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`` and ``_WAITING_TIMEOUT``, 300 s).
+
+This module hooks a decode server's choices of requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from sglang_inflight.hooking import AFTER, AROUND, DECODE, PREFILL_SCHEDULER, hook
 from sglang_inflight.messages import PauseMode
-from sglang_inflight.scheduler.pause.machine import DRAINING_MODES
+from sglang_inflight.scheduler.controller import Controller
+from sglang_inflight.scheduler.pause.machine import PauseState
+from sglang_inflight.scheduler.pause.pause import FROZEN
 from sglang_inflight.scheduler.requests import Requests
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
     from sglang_inflight.sglang_types import KVConnection, Scheduler
 
 # Time between two polls of transfers by a frozen loop. A transfer lasts milliseconds.
@@ -29,7 +36,7 @@ LOOK_S = 0.005
 
 
 class Transfers:
-    """The KV transfers of one scheduler. Only the scheduler's thread touches it.
+    """The KV transfers of one scheduler, work of its frozen loop.
 
     Without disaggregation there are none.
     """
@@ -40,23 +47,18 @@ class Transfers:
 
     @property
     def draining_modes(self) -> tuple[PauseMode, ...]:
-        """Modes that drain on this server.
+        """``retract`` on a prefill server: freeing KV under a transfer would need both servers."""
+        is_prefill = self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL
+        return ("retract",) if is_prefill else ()
 
-        On a prefill server ``retract`` is one of them: freeing KV under a transfer would need
-        both servers.
-        """
-        if self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            return (*DRAINING_MODES, "retract")
-        return DRAINING_MODES
-
-    def process_finished(self) -> None:
-        """Process finished transfers. Called on all ranks in each frozen pass: a collective."""
+    def do(self) -> None:
+        """Process finished transfers: a collective."""
         if self._are_under_way:
             self._scheduler.process_disagg_prefill_inflight_queue()
 
     @property
-    def next_poll(self) -> float | None:
-        """Time of the next poll, of ``time.monotonic()``; None without a transfer."""
+    def next_time(self) -> float | None:
+        """Time of the next poll; None without a transfer."""
         return time.monotonic() + LOOK_S if self._are_under_way else None
 
     @property
@@ -92,3 +94,41 @@ class Transfers:
                 scheduler.disagg_decode_transfer_queue,
             ):
                 yield from (entry.kv_receiver for entry in queue.queue)
+
+
+@FROZEN.join()
+def make_transfers(scheduler: Scheduler, requests: Requests) -> Transfers:
+    return Transfers(scheduler, requests)
+
+
+@hook(
+    f"{DECODE}.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch", AROUND, via="inflight"
+)
+def admit(controller: Controller, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return controller.admit(schedule, *args, **kwargs)
+
+
+@hook(f"{DECODE}.DecodePreallocQueue.pop_preallocated", AROUND, via="scheduler.inflight")
+def ask_for_kv(controller: Controller, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``ask``, and show it only the requests that may run now.
+
+    ``ask`` chooses the requests whose KV the prefill server is to send.
+    """
+    pause = controller.pause
+    if pause.state is not PauseState.DRAINING:
+        return ask(*args, **kwargs)
+    prealloc = controller.scheduler.disagg_decode_prealloc_queue
+    held = [entry for entry in prealloc.queue if not pause.admits(entry.req)]
+    prealloc.queue = [entry for entry in prealloc.queue if pause.admits(entry.req)]
+    try:
+        return ask(*args, **kwargs)
+    finally:
+        prealloc.queue = prealloc.queue + held
+
+
+@hook(f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue", AFTER, order=1, via="inflight")
+def enqueue_again(controller: Controller, _: None, req: Req) -> None:
+    """Prepare ``req``, queued again on a prefill server that released its KV."""
+    controller.versions.forget_tokens(req)
+    controller.prepare(req)
+    controller.contracts.check([req])
