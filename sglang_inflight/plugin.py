@@ -109,10 +109,10 @@ def _install() -> None:
     # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
     from sglang_inflight import joints, messages, unsupported
-    from sglang_inflight.extension import all_extensions
     from sglang_inflight.hooking import hooks_of
+    from sglang_inflight.settings import extensions_on
 
-    extensions = [extension for extension in all_extensions() if extension.is_on()]
+    extensions = extensions_on()
     modules = [module for extension in extensions for module in extension.modules]
     hooks = hooks_of((*HOOK_MODULES, *modules))
     joints.compose(modules)

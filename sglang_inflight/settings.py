@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from sglang_inflight import inactive
-from sglang_inflight.extension import all_extensions
+from sglang_inflight.extension import Extension, all_extensions
 from sglang_inflight.vocabulary.errors import BadSetting
 
 PREFIX = "SGLANG_INFLIGHT_"
+_EXTENSIONS = f"{PREFIX}EXTENSIONS"
 
 _T = TypeVar("_T")
 
@@ -78,6 +79,19 @@ def counted(text: str) -> int:
     if value < 1:
         raise ValueError("expected a whole number, 1 or more")
     return value
+
+
+def names_of_extensions(text: str) -> tuple[str, ...]:
+    if text in ("", "none"):
+        return ()
+    names = {name.strip() for name in text.split(",")}
+    there = {each.name: each for each in all_extensions()}
+    if unknown := sorted(names - there.keys()):
+        raise ValueError(f"no extension {', '.join(unknown)}; there are {', '.join(there)}")
+    for name in sorted(names):
+        if lacking := sorted({*there[name].requires} - names):
+            raise ValueError(f"{name} requires {', '.join(lacking)}")
+    return tuple(sorted(names))
 
 
 @dataclass(frozen=True)
@@ -198,6 +212,12 @@ class Settings:
         "adapter, and answers 404 to any other; any serves the model under every other name, as "
         "SGLang does",
     )
+    extensions: tuple[str, ...] | None = setting(
+        None,
+        names_of_extensions,
+        "names of the extensions that may be on, with commas; none is the core alone; unset is all",
+        is_shared=True,
+    )
     unsupported: str = setting(
         "refuse",
         one_of("refuse", "off"),
@@ -221,23 +241,43 @@ def kinds() -> list[type[Any]]:
     return [Settings, *(each.settings for each in all_extensions() if each.settings is not None)]
 
 
+def extensions_on() -> tuple[Extension, ...]:
+    """Return the extensions that are on: by ``Settings.extensions`` and by their own ``is_on``."""
+    names = Settings.from_environment().extensions
+    return tuple(each for each in all_extensions() if _is_in(each, names) and each.is_on())
+
+
 def read(kind: type[_T], environ: Mapping[str, str] = os.environ) -> _T:
     """Read the settings of one dataclass, the core's or an extension's.
 
-    Raises ``BadSetting`` for an unreadable value, and for a name that is no setting of any.
+    Raises ``BadSetting`` for an unreadable value, and for a name that is no setting of any, or one
+    of an extension that ``Settings.extensions`` leaves out.
     """
     known = {PREFIX + f.name.upper(): (each, f) for each in kinds() for f in fields(each)}
-    chosen = {}
+    values: dict[str, Any] = {}
     for name, text in environ.items():
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
         if name not in known:
             raise BadSetting(f"{name} is not a setting; there are {', '.join(known)}")
-        owner, declared = known[name]
         try:
-            value = declared.metadata["parse"](text)
+            values[name] = known[name][1].metadata["parse"](text)
         except ValueError as error:
             raise BadSetting(f"{name}={text!r}: {error}") from error
-        if owner is kind:
-            chosen[declared.name] = value
-    return kind(**chosen)
+    left_out = {
+        each.settings: each.name
+        for each in all_extensions()
+        if not _is_in(each, values.get(_EXTENSIONS))
+    }
+    for name in values:
+        if (owner := known[name][0]) in left_out:
+            raise BadSetting(
+                f"{name} is a setting of {left_out[owner]}, which {_EXTENSIONS} leaves out"
+            )
+    return kind(
+        **{known[name][1].name: value for name, value in values.items() if known[name][0] is kind}
+    )
+
+
+def _is_in(extension: Extension, names: tuple[str, ...] | None) -> bool:
+    return names is None or extension.name in names

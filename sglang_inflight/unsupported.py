@@ -16,10 +16,9 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_inflight import capabilities, inactive
-from sglang_inflight.extension import all_extensions
 from sglang_inflight.hooking import AROUND, BEFORE, ENGINE, hook
 from sglang_inflight.livepatch import is_fork
-from sglang_inflight.settings import Settings
+from sglang_inflight.settings import Settings, extensions_on
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import ServerArgs
@@ -178,14 +177,14 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
 
 
 def _why_not_alone(resolved: ServerArgs) -> str | None:
-    """Return which value needs an extension that is not installed, or None."""
-    served = {argument for extension in all_extensions() for argument in extension.serves}
+    """Return which value needs an extension that is off or not installed, or None."""
+    served = {argument for extension in extensions_on() for argument in extension.serves}
     for argument, alone in ALONE.items():
         value = getattr(resolved, argument)
         if value not in (None, alone) and argument not in served:
             return (
                 f"SGLang Inflight needs {argument}={alone!r} here, not {value!r}: the extension "
-                "that serves it is not installed"
+                "that serves it is not installed, or SGLANG_INFLIGHT_EXTENSIONS leaves it out"
             )
     return None
 

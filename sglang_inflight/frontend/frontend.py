@@ -35,7 +35,7 @@ from sglang_inflight.messages import (
     answers,
 )
 from sglang_inflight.metrics import FrontEndMetrics
-from sglang_inflight.settings import Settings
+from sglang_inflight.settings import Settings, extensions_on
 from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 from sglang_inflight.vocabulary.labels import AdapterLabel
@@ -70,6 +70,7 @@ class Frontend(HasParts):
         metrics = FrontEndMetrics()
         can = self.can = capabilities.of(tokenizer_manager.server_args)
         settings = self.settings = Settings.from_environment()
+        self._extensions = tuple(each.name for each in extensions_on())
         self.pauses = Pauses(
             tokenizer_manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s
         )
@@ -176,6 +177,7 @@ class Frontend(HasParts):
             ranks,
             sglangs_pause=self.pauses.sglangs.holds,
             behind=self.fleet_version.why_behind,
+            extensions=self._extensions,
         )
 
     def why_not_ready(self) -> str | None:
@@ -193,7 +195,11 @@ async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
 
 
 def write_status(
-    ranks: list[Described], *, sglangs_pause: bool, behind: str | None = None
+    ranks: list[Described],
+    *,
+    sglangs_pause: bool,
+    behind: str | None = None,
+    extensions: tuple[str, ...] = (),
 ) -> Status:
     """Return the first rank's state, and each rank's. Replicas differ only for moments.
 
@@ -206,6 +212,7 @@ def write_status(
         **_side_by_side(ranks[0]) | pause,
         role=ranks[0].role,
         behind=behind,
+        extensions=extensions,
         capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(
             RankStatus(

@@ -47,7 +47,7 @@ class Handlers:
     def __getitem__(self, name: str) -> Handler:
         """Return the handler. Raises ``NotOffered`` for a call whose extension is not there."""
         if name not in self.by_name:
-            raise NotOffered(f"{name}: the extension that carries it out is not installed")
+            raise NotOffered(f"{name}: the extension that carries it out is off or not installed")
         return self.by_name[name]
 
 

@@ -117,7 +117,7 @@ def find_reply_transport(ipc_name: str) -> ReplyTransport:
         if (found := find(ipc_name)) is not None:
             return found
     if not own_placement().is_with_front_end:
-        raise Unsupported("this server has several nodes, and the extension nodes is not installed")
+        raise Unsupported("this server has several nodes, and the extension nodes is off")
     return LocalReplies(ipc_name)
 
 

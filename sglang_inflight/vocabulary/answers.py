@@ -244,6 +244,8 @@ class Status(State, frozen=True, kw_only=True):
     role: Role = "both"
     # why the server takes no new requests: its fleet serves another version
     behind: str | None = None
+    # names of the extensions that are on
+    extensions: tuple[str, ...] = ()
     capabilities: Capabilities
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,12 @@ import pytest
 from harness.starting import ROOT
 from sglang_inflight import extension, joints, unsupported
 from sglang_inflight.extension import Extension, all_extensions
+from sglang_inflight.hooking import hooks_of
 from sglang_inflight.joints import Joint
 from sglang_inflight.plugin import hook_modules
-from sglang_inflight.settings import kinds
+from sglang_inflight.settings import PREFIX, Settings, kinds
+from sglang_inflight.vocabulary.errors import BadSetting
+from tests.support import extension_folders
 from tests.unit.test_import_circles import PACKAGE, imports_of, name_of
 
 FOLDER = f"{PACKAGE}.extensions"
@@ -55,23 +60,83 @@ def test_no_two_settings_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_core_starts_without_the_extensions_folders(tmp_path: Path) -> None:
-    """Import all modules with hooks where no extension's folder is."""
-    core = tmp_path / PACKAGE
-    core.mkdir()
-    for path in (ROOT / PACKAGE).iterdir():
-        if path.name != "extensions":
-            (core / path.name).symlink_to(path)
-    (core / "extensions").mkdir()
-    code = (
-        "from sglang_inflight.extension import all_extensions\n"
-        "from sglang_inflight.plugin import every_hook\n"
-        "print(len(all_extensions()), len(every_hook()) > 50)\n"
-    )
+def those_that_require(name: str) -> set[str]:
+    """Return the extension and all that cannot be there without it."""
+    needy = {each.name for each in all_extensions() if name in each.requires}
+    return {name}.union(*map(those_that_require, needy))
+
+
+# by name of a copy of the package: extensions left out, and environment
+COPIES: dict[str, tuple[set[str], dict[str, str]]] = {
+    **{name: (those_that_require(name), {}) for name in BY_NAME},
+    "all": ({*BY_NAME}, {}),
+    "switched off": (set(), {"SGLANG_INFLIGHT_EXTENSIONS": "none"}),
+    "some switched off": (set(), {"SGLANG_INFLIGHT_EXTENSIONS": "nodes,saves"}),
+}
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``extension_folders.look`` finds in each of ``COPIES``."""
+    asked = [([*BY_NAME.keys() - left_out], env) for left_out, env in COPIES.values()]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", extension_folders.__name__, tmp_path_factory.mktemp("copies")],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},
     )
-    assert done.stdout.split()[-2:] == ["0", "True"], done.stderr
+    assert done.returncode == 0, done.stderr
+    return dict(zip(COPIES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "all"])
+def test_package_without_an_extensions_folder_has_all_other_hooks(
+    name: str, copies: dict[str, Any]
+) -> None:
+    left_out, _ = COPIES[name]
+    others = [module for module in hook_modules() if extension_of(module) not in left_out]
+    hooks = [[target, kind.name] for target, _, kind in hooks_of(others)]
+    assert sorted(copies[name]["hooks"]) == sorted(hooks)
+    # their own settings switch on ``transparent`` and ``vllm``
+    assert {*copies[name]["on"]} == BY_NAME.keys() - left_out - {"transparent", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "on"), [("switched off", []), ("some switched off", ["nodes", "saves"])]
+)
+def test_extension_that_is_switched_off_imports_no_module(
+    name: str, on: list[str], copies: dict[str, Any]
+) -> None:
+    assert copies[name]["on"] == on
+    importing = {each.rpartition(".")[0] for each in copies[name]["imported"]}
+    assert importing == {FOLDER} | {f"{FOLDER}.{each}" for each in on}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"EXTENSIONS": "saves,swaps"}, "no extension swaps; there are adapters, .*saves"),
+        ({"EXTENSIONS": "none,saves"}, "no extension none"),
+        ({"EXTENSIONS": "workers,saves"}, "workers requires adapters"),
+        (
+            {"EXTENSIONS": "saves", "VLLM_ROUTES": "1"},
+            "VLLM_ROUTES is a setting of vllm, which SGLANG_INFLIGHT_EXTENSIONS leaves out",
+        ),
+    ],
+)
+def test_impossible_choice_of_extensions_is_refused(given: dict[str, str], why: str) -> None:
+    environ = {PREFIX + name: value for name, value in given.items()}
+    with pytest.raises(BadSetting, match=why):
+        Settings.from_environment(environ)
+
+
+def test_choice_of_extensions_is_read_once_for_all_spellings() -> None:
+    for text, names in (("", ()), ("none", ()), (" saves, nodes", ("nodes", "saves"))):
+        assert Settings.from_environment({f"{PREFIX}EXTENSIONS": text}).extensions == names
+    assert Settings.from_environment({}).extensions is None
 
 
 def test_extension_without_a_required_one_is_refused(
@@ -127,7 +192,7 @@ def test_server_that_needs_an_absent_extension_is_refused(
     arguments: Any = SimpleNamespace(**{**unsupported.ALONE, argument: values[argument]})
     assert unsupported._why_not_alone(arguments) is None
     rest = tuple(each for each in all_extensions() if argument not in each.serves)
-    monkeypatch.setattr(unsupported, "all_extensions", lambda: rest)
+    monkeypatch.setattr(unsupported, "extensions_on", lambda: rest)
     why = unsupported._why_not_alone(arguments)
     assert why is not None
     assert f"needs {argument}={unsupported.ALONE[argument]!r} here" in why

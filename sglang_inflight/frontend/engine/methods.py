@@ -32,6 +32,7 @@ from sglang_inflight.vocabulary.calls import TABLE, Call
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
+    from sglang_inflight.frontend.frontend import Frontend
     from sglang_inflight.frontend.patched_types import PatchedEngine, PatchedTokenizerManager
 
 B = TypeVar("B", bound=Body)
@@ -63,7 +64,7 @@ class EngineMethod:
 
         async def attend(engine: PatchedEngine, body: Body) -> Any:
             inflight = manager_of(engine).inflight
-            doing = _in_sglangs_form(call, body, inflight.handlers[call.name](body))
+            doing = _in_sglangs_form(call, body, _carry_out(inflight, call, body))
             answer = await inflight.lifetime.unless_shut_down(doing)
             return answer.as_json() if isinstance(answer, Answer) else answer
 
@@ -96,6 +97,10 @@ class EngineMethod:
         self.asynchronous = _dress(asynchronous, f"async_{self.name}", call, arguments)
         self.waiting = _dress(waiting, self.name, call, arguments)
         self.instead = instead
+
+
+async def _carry_out(inflight: Frontend, call: Call, body: Body) -> Any:
+    return await inflight.handlers[call.name](body)
 
 
 def _in_sglangs_form(call: Call, body: Body, doing: Awaitable[Any]) -> Awaitable[Any]:

@@ -282,7 +282,7 @@ class Jobs:
 
         load = next(iter(WHOLE_LOADERS), None)
         if load is None:
-            raise Refused(f"load_format {SERVED!r}: the extension that reads it is not installed")
+            raise Refused(f"load_format {SERVED!r}: the extension that reads it is off")
         loaded = load(
             source,
             self._models,
