@@ -108,6 +108,7 @@ FLAVOURS = {
         },
     ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
+    "core_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_EXTENSIONS": "none"}),
     "whole_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_SESSIONS": "whole"}),
     "whole_off_server": Flavour(
         _COMMON, {"SGLANG_INFLIGHT_SESSIONS": "whole", "SGLANG_INFLIGHT_STAGING": "off"}
