@@ -148,7 +148,7 @@ class Boundary:
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
     @hook(f"{SCHEDULER}.abort_request", BEFORE, via="inflight.boundary")
-    def abort_waiting(self, request: AbortReq) -> None:
+    def abort_waiting(self, recv_req: AbortReq) -> None:
         """Abort queued requests that SGLang's abort misses, or ends only with the next batch.
 
         Requests without a compiled grammar move to the waiting queue, where SGLang's abort ends
@@ -157,8 +157,8 @@ class Boundary:
         """
         scheduler = self._scheduler
         grammars = scheduler.grammar_manager
-        without_grammar = [req for req in grammars.grammar_queue if _is_meant(req, request)]
-        grammars.grammar_queue = [r for r in grammars.grammar_queue if not _is_meant(r, request)]
+        without_grammar = [req for req in grammars.grammar_queue if _is_meant(req, recv_req)]
+        grammars.grammar_queue = [r for r in grammars.grammar_queue if not _is_meant(r, recv_req)]
         for req in without_grammar:
             compiling: Any = req.grammar
             if compiling is not None:
@@ -169,9 +169,9 @@ class Boundary:
         for req in without_grammar:
             scheduler._release_aborted_request(req)
         prealloc = scheduler.disagg_decode_prealloc_queue
-        held = [req for req in prealloc.held_rebootstrap_reqs if _is_meant(req, request)]
+        held = [req for req in prealloc.held_rebootstrap_reqs if _is_meant(req, recv_req)]
         prealloc.held_rebootstrap_reqs = [
-            req for req in prealloc.held_rebootstrap_reqs if not _is_meant(req, request)
+            req for req in prealloc.held_rebootstrap_reqs if not _is_meant(req, recv_req)
         ]
         for req in held:
             # the last token, kept apart for the prefill that is not going to happen
@@ -179,7 +179,7 @@ class Boundary:
                 req.output_ids.append(req.pd_rebootstrap_forced_output_id)
                 req.pd_rebootstrap_forced_output_id = None
         for req in (*without_grammar, *held):
-            send_abort_output(scheduler, _make_abort_req(req, request.finished_reason), req)
+            send_abort_output(scheduler, _make_abort_req(req, recv_req.finished_reason), req)
 
     def retract(self) -> int:
         """Send running requests back to the waiting queue and free their KV.
