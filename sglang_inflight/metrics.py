@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-_LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 # labels of SGLang's own metric
 _SOURCES: dict[type[Source], str] = {
@@ -62,6 +61,12 @@ class Metrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(name, help, list(labels), registry=registry).labels(**labels)
 
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            all_replicas = Histogram(name, help, list(labels), registry=registry, buckets=buckets)
+            return all_replicas.labels(**labels)
+
+        # makers of an extension's own metrics
+        self.counter, self.histogram = counter, histogram
         self.paused = gauge("sglang:inflight_paused", "1 while generation is frozen.")
         self.epoch = gauge("sglang:inflight_epoch", "Commits and rollbacks since the start.")
         self.paused_seconds = counter(
@@ -72,13 +77,6 @@ class Metrics:
         )
         self.recomputed = counter(
             "sglang:inflight_recomputed_tokens", "Tokens whose KV was released to be recomputed."
-        )
-        self.outdated = counter(
-            "sglang:inflight_outdated_requests", "Requests ended because of max_version_lag."
-        )
-        self.broken_contracts = counter(
-            "sglang:inflight_broken_contract_requests",
-            "Requests ended because their version contract did not hold any more.",
         )
         self.prefill_mismatches = counter(
             "sglang:inflight_prefill_mismatched_requests",
@@ -99,19 +97,10 @@ class Metrics:
             "sglang:inflight_staging_peak_bytes", "Most memory that the last update's staging took."
         )
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            all_replicas = Histogram(name, help, list(labels), registry=registry, buckets=buckets)
-            return all_replicas.labels(**labels)
-
         self.commit_stall = histogram(
             "sglang:inflight_commit_stall_seconds",
             "How long a commit held up steps: the scheduler's loop, or the device.",
             _STALL_S,
-        )
-        self.version_lag = histogram(
-            "sglang:inflight_version_lag",
-            "Commits between the first token of a request and its end.",
-            _LAG,
         )
         self.paused.set(0)
         self.epoch.set(0)

@@ -143,12 +143,6 @@ class Settings:
         120.0, positive, "longest rendezvous of a weight-update group, in seconds"
     )
     check_finite: bool = setting(True, boolean, "refuse tensors that hold NaN or infinity")
-    max_version_lag: int | None = setting(
-        None,
-        natural,
-        "end a request when its first token is more commits behind than this",
-        is_shared=True,
-    )
     previous_every: int = setting(
         4,
         counted,

@@ -2,7 +2,7 @@
 
 A request with a version contract waits here until every rank serves what it asks for, at most for
 its ``version_timeout_s``. A commit may come between this door and the request's first forward, so
-the schedulers check again (``scheduler/versions/contracts.py``).
+the schedulers check again (``extensions/contracts``).
 
 A waiting request is in no queue: pauses, updates and other requests neither see it nor wait for it.
 It ends with its connection, by an abort of its name, and at SIGTERM. An abort of all requests ends

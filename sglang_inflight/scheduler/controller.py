@@ -69,11 +69,9 @@ from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
-from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
@@ -98,6 +96,12 @@ PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
 CALLS: Joint[Callable[[Controller], Mapping[type[InflightCall[Any]], Handler]]] = Joint("calls")
 # prepares a request that enters the queue, new or retracted
 ENTRIES: Joint[Callable[[Controller, Req], None]] = Joint("queue entry")
+# returns whether a prepared request may enter the queue; answers it otherwise
+ADMISSIONS: Joint[Callable[[Controller, Req], bool]] = Joint("admission")
+# follows a commit or a rollback: the new label is there, and older KV still is
+COMMITS: Joint[Callable[[Controller], None]] = Joint("commit")
+# follows a new name of the served weights, or another adapter of waiting requests
+RELABELS: Joint[Callable[[Controller], None]] = Joint("relabel")
 # ends what reads the weights on another thread, for the reason given, before they are released
 READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
 
@@ -119,12 +123,8 @@ class Controller(HasParts):
         self.pause = Pause(scheduler, boundary, self.answers, metrics)
         kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
-        self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self.adapter_versions = AdapterVersions()
-        self.contracts = Contracts(
-            scheduler, boundary, self.versions, self.adapter_versions, metrics
-        )
         self.live = LiveWeights(scheduler)
         self.turns = Turns(
             scheduler,
@@ -151,11 +151,10 @@ class Controller(HasParts):
             self.live,
             self.versions,
             self.fence,
-            self.staleness,
             self.turns,
-            self.contracts,
             metrics,
             name_layout(parts.layout),
+            on_swap=self._follow_commit,
         )
         self._commit_answers = CommitAnswers(self.answers, self.live, metrics)
         self.memory_release = MemoryRelease(
@@ -297,9 +296,9 @@ class Controller(HasParts):
 
     @hook(f"{SCHEDULER}._add_request_to_queue", AROUND, via="inflight")
     def enqueue(self, add: Callable[..., None], req: Req, *args: Any, **kwargs: Any) -> None:
-        """Prepare a request, new or retracted, and queue it unless its contract does not hold."""
+        """Prepare a request, new or retracted, and queue it if it is admitted."""
         self.prepare(req)
-        if self.contracts.admits(req):
+        if all(admits(self, req) for admits in ADMISSIONS):
             add(req, *args, **kwargs)
 
     def prepare(self, req: Req) -> None:
@@ -337,6 +336,14 @@ class Controller(HasParts):
     def record_taken(self, tokens: list[list[int]], result: object, batch: ScheduleBatch) -> None:
         """Record the KV version of ``tokens``, a list for each request of a speculative forward."""
         self.kv_versions.record_taken(batch.reqs, tokens, behind=self.versions.changes_behind)
+
+    def _follow_commit(self) -> None:
+        for follow in COMMITS:
+            follow(self)
+
+    def follow_relabel(self) -> None:
+        for follow in RELABELS:
+            follow(self)
 
     # ---- handlers ------------------------------------------------------------------
 
@@ -396,7 +403,7 @@ class Controller(HasParts):
 
     def _rename(self, call: RenameCall) -> None:
         self.versions.rename(call.weight_version)
-        self.contracts.check_waiting()
+        self.follow_relabel()
         self._describe(call)
 
     def _describe(self, call: StatusCall | RenameCall) -> None:

@@ -59,11 +59,8 @@ def _extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
             # only ended requests have such fields, and a step seldom ends one
-            ended = [req for req in reqs if req.finished()]
-            if not ended:
+            if not any(req.finished() for req in reqs):
                 return info
-            for req in ended:
-                self.inflight.staleness.observe(req, self.inflight.versions.epoch)
             added: dict[str, list[Any]] = {
                 KV_VERSIONS: [record_of(req).kv_versions for req in reqs]
             }

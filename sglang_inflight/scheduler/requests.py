@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.sglang_types import get_parallel
-from sglang_inflight.vocabulary.contracts import Contract
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
@@ -239,8 +238,6 @@ class Unreachable(NamedTuple):
 class RequestRecord:
     """Only the scheduler's thread touches it."""
 
-    # epoch of the first token's forward; None: no commit since, or no token
-    first_epoch: int | None = None
     # versions of the KV used by a finished request
     kv_versions: Spans | None = None
     # label indices of ``KVVersions`` by position, while the KV is on the host, waiting for room
@@ -253,9 +250,6 @@ class RequestRecord:
     has_own_key: bool = False
     # the weights of every token, or why they cannot be had
     pin: Pin | Unreachable | None = None
-    # its version contract, once ``contracts.py`` has read it
-    contract: Contract | None = None
-    has_read_contract: bool = False
     _parts: dict[type, object] = field(default_factory=dict)
 
     def part(self, kind: type[P]) -> P:

@@ -38,7 +38,7 @@ def test_request_of_an_unloaded_adapter_is_refused(
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     scheduler: Any = SimpleNamespace(tp_worker=worker)
     nothing: Any = None
-    of_rank = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, nothing)
+    of_rank = Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, on_move=nothing)
     req: Any = Req(asked)
     of_rank.admit(req)
     assert req.lora_id == runs_with
@@ -60,4 +60,4 @@ def test_start_ends_with_the_name_of_an_adapter_that_cannot_be_served_whole(
     scheduler: Any = SimpleNamespace(tp_worker=worker, enable_lora=True)
     nothing: Any = None
     with pytest.raises(Refused, match=r"--lora-paths: the adapter 'policy': tensor 'a' holds NaN"):
-        Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, nothing)
+        Adapters(scheduler, nothing, nothing, AdapterVersions(), nothing, on_move=nothing)

@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_inflight.extensions.contracts.on_rank import Contracts
 from sglang_inflight.scheduler import boundary
-from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.unit.fakes import QueuedRequest, full_scheduler
 
@@ -133,7 +133,7 @@ class ScannedGrammars:
 
 def break_contracts(scheduler: Any) -> boundary.Boundary:
     """Check the contracts of all queued requests, with v1 served."""
-    metrics: Any = SimpleNamespace(broken_contracts=SimpleNamespace(inc=lambda _=1: None))
+    metrics: Any = SimpleNamespace(counter=lambda name, help: SimpleNamespace(inc=lambda _=1: None))
     served: Any = SimpleNamespace(label=VersionLabel(1, "v1"))
     adapters: Any = SimpleNamespace(of=lambda req: None)
     there = boundary.Boundary(scheduler, metrics)

@@ -48,7 +48,7 @@ def request(rid: str = "r", **fields: Any) -> Req:
 def test_retracted_request_keeps_its_record() -> None:
     req = request()
     record = record_of(req)
-    record.first_epoch = 3
+    record.is_fenced_off = True
     req.reset_for_retract()
     assert record_of(req) is record
     assert record_of(request()) is not record

@@ -33,7 +33,6 @@ from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import CALLS, ENTRIES, PARTS, Controller, Handler
-from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.threads import start_thread
@@ -68,16 +67,20 @@ class Adapters:
         boundary: Boundary,
         fence: PrefixFence,
         versions: AdapterVersions,
-        contracts: Contracts,
         answers: AnswerChannel,
+        *,
+        on_move: Callable[[], None],
     ) -> None:
-        """Raise ``Refused`` for an adapter of the server's start that cannot be served whole."""
+        """Raise ``Refused`` for an adapter of the server's start that cannot be served whole.
+
+        ``on_move`` is called when requests have moved to another adapter.
+        """
         self._answers = answers
         self._scheduler = scheduler
         self._boundary = boundary
         self._fence = fence
         self.versions = versions
-        self._contracts = contracts
+        self._on_move = on_move
         if self._maybe_manager is not None:
             for lora_id, ref in self._maybe_manager.lora_refs.items():
                 name = ref.lora_name or ""
@@ -202,7 +205,7 @@ class Adapters:
                 # an adapter's id occurs in no other key
                 req.extra_key = req.extra_key.replace(call.from_id, call.to_id)
             self.versions.move(req)
-        self._contracts.check_waiting()
+        self._on_move()
         logger.info("%d requests moved to another adapter.", len(moved))
         return RequestsMoved(rids=[req.rid for req in moved], retracted=retracted)
 
@@ -250,8 +253,8 @@ def make_adapters(controller: Controller) -> Adapters:
         controller.boundary,
         controller.fence,
         controller.adapter_versions,
-        controller.contracts,
         controller.answers,
+        on_move=controller.follow_relabel,
     )
 
 

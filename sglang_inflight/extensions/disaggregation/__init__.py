@@ -27,4 +27,5 @@ EXTENSION = Extension(
     ),
     settings=DisaggregationSettings,
     serves=("disaggregation_mode",),
+    requires=("contracts",),
 )

@@ -39,12 +39,13 @@ import torch
 from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
+from sglang_inflight.extensions.contracts.on_rank import contract_of, describe_broken
+from sglang_inflight.extensions.contracts.staleness import Age
 from sglang_inflight.extensions.disaggregation import DisaggregationSettings
 from sglang_inflight.hooking import AROUND, BEFORE, DECODE, PREFILL_SCHEDULER, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.scheduler.requests import record_of
-from sglang_inflight.scheduler.versions.contracts import contract_of, describe_broken
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
@@ -168,7 +169,7 @@ class Handover:
                 WeightVersionEvent(old_version=label.pack(), num_output_tokens=len(req.output_ids))
             )
         if not label.server:
-            record_of(req).first_epoch = label.epoch
+            record_of(req).part(Age).first_epoch = label.epoch
 
     def _read(self, decode_req: DecodeRequest) -> LabelRuns:
         req = decode_req.req

@@ -131,4 +131,3 @@ def enqueue_again(controller: Controller, _: None, req: Req) -> None:
     """Prepare ``req``, queued again on a prefill server that released its KV."""
     controller.versions.forget_tokens(req)
     controller.prepare(req)
-    controller.contracts.check([req])

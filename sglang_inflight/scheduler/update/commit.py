@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from sglang.srt.configs.load_config import LoadConfig
 
@@ -31,9 +32,7 @@ from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeight
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
-from sglang_inflight.scheduler.versions.contracts import Contracts
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.vocabulary.answers import WeightsStatus
@@ -53,23 +52,25 @@ class Commits:
         live: LiveWeights,
         versions: Versions,
         fence: PrefixFence,
-        staleness: Staleness,
         turns: Turns,
-        contracts: Contracts,
         metrics: Metrics,
         layout: str,
+        *,
+        on_swap: Callable[[], None],
     ) -> None:
-        """``layout`` names this rank's layout of the weights, for the status."""
+        """``layout`` names this rank's layout of the weights, for the status.
+
+        ``on_swap`` is called after a swap, when the version is the new one, and KV the old one.
+        """
         self._layout = layout
         self._boundary = boundary
         self._staging = staging
         self._live = live
         self._versions = versions
         self._fence = fence
-        self._staleness = staleness
         self._turns = turns
-        self._contracts = contracts
         self._metrics = metrics
+        self._on_swap = on_swap
 
     def commit(self, call: CommitCall) -> Committed:
         """Swap in a sealed update, and return the rank's part of the receipt.
@@ -186,10 +187,9 @@ class Commits:
         )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
-        """Update versions, lags, contracts, fence and cache after a swap."""
+        """Update versions, requests, fence and cache after a swap."""
         self._versions.begin_epoch(version)
-        self._staleness.begin_epoch(self._versions.epoch)
-        self._contracts.check_waiting()
+        self._on_swap()
         if kv_cache != "keep":
             # before the flush: no old prefix is reused even if the flush fails
             self._fence.raise_to(self._versions.epoch)

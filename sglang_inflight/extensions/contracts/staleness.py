@@ -9,20 +9,35 @@ its own limit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_inflight.extensions.contracts import ContractsSettings
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.controller import COMMITS, PARTS, Controller
+from sglang_inflight.scheduler.outputs import OUTPUTS
 from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_inflight.sglang_types import Scheduler
+
+# commits between a request's first token and its end
+_LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+@dataclass(slots=True)
+class Age:
+    """Epoch of a request's first token's forward; None: no commit since, or no token."""
+
+    first_epoch: int | None = None
 
 
 class Staleness:
@@ -34,7 +49,14 @@ class Staleness:
         self._scheduler = scheduler
         self._boundary = boundary
         self._requests = boundary.requests
-        self._metrics = metrics
+        self._outdated = metrics.counter(
+            "sglang:inflight_outdated_requests", "Requests ended because of max_version_lag."
+        )
+        self._lag = metrics.histogram(
+            "sglang:inflight_version_lag",
+            "Commits between the first token of a request and its end.",
+            _LAG,
+        )
         self._max_lag = max_lag
 
     def begin_epoch(self, epoch: int) -> None:
@@ -46,22 +68,22 @@ class Staleness:
         """
         outdated: dict[Req, FINISH_ABORT] = {}
         for req in self._started():
-            record = record_of(req)
-            if record.first_epoch is None:
-                record.first_epoch = epoch - 1
-            lag, most = epoch - record.first_epoch, self._limit(req)
+            age = record_of(req).part(Age)
+            if age.first_epoch is None:
+                age.first_epoch = epoch - 1
+            lag, most = epoch - age.first_epoch, self._limit(req)
             if most is not None and lag > most:
                 outdated[req] = FINISH_ABORT(
                     f"The request was ended at a weight update: its oldest token is {lag} versions "
                     f"old, {MAX_VERSION_LAG} is {most}."
                 )
-        self._metrics.outdated.inc(len(outdated))
+        self._outdated.inc(len(outdated))
         self._boundary.end(outdated)
 
     def observe(self, req: Req, epoch: int) -> None:
         """Record the lag of a finished request."""
-        first = record_of(req).first_epoch
-        self._metrics.version_lag.observe(0 if first is None else epoch - first)
+        first = record_of(req).part(Age).first_epoch
+        self._lag.observe(0 if first is None else epoch - first)
 
     def _started(self) -> list[Req]:
         """Return requests with a token, or with their first token in a queued result."""
@@ -79,3 +101,28 @@ class Staleness:
         own: int | None = custom_param(req.sampling_params, MAX_VERSION_LAG)
         is_pinned = record_of(req).pin is not None
         return self._max_lag if own is None and not is_pinned else own
+
+
+@PARTS.join()
+def make_staleness(controller: Controller) -> Staleness:
+    return Staleness(
+        controller.scheduler,
+        controller.boundary,
+        controller.metrics,
+        read(ContractsSettings).max_version_lag,
+    )
+
+
+@COMMITS.join()
+def begin_epoch(controller: Controller) -> None:
+    controller.part(Staleness).begin_epoch(controller.versions.epoch)
+
+
+@OUTPUTS.join()
+def observe_ended(controller: Controller, reqs: list[Req]) -> dict[str, list[Any]]:
+    """Observe the lag of ended requests, and add no field."""
+    staleness, epoch = controller.part(Staleness), controller.versions.epoch
+    for req in reqs:
+        if req.finished():
+            staleness.observe(req, epoch)
+    return {}

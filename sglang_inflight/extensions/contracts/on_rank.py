@@ -18,6 +18,7 @@ requests. Only the scheduler's thread touches this module.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,11 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 
+from sglang_inflight.hooking import AFTER, PREFILL_SCHEDULER, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.by_version import send_abort_output
+from sglang_inflight.scheduler.controller import ADMISSIONS, COMMITS, PARTS, RELABELS, Controller
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.vocabulary.contracts import Contract, read_contract
@@ -38,6 +41,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_inflight.sglang_types import Scheduler
+
+
+@dataclass(slots=True)
+class _Read:
+    """A request's contract, which does not change."""
+
+    contract: Contract | None = None
+    is_read: bool = False
 
 
 class Contracts:
@@ -55,14 +66,17 @@ class Contracts:
         self._boundary = boundary
         self._versions = versions
         self._adapters = adapters
-        self._metrics = metrics
+        self._broken = metrics.counter(
+            "sglang:inflight_broken_contract_requests",
+            "Requests ended because their version contract did not hold any more.",
+        )
 
     def admits(self, req: Req) -> bool:
         """Return whether ``req`` may enter the waiting queue; answer it otherwise."""
         why = self._why_broken(req)
         if why is None:
             return True
-        self._metrics.broken_contracts.inc()
+        self._broken.inc()
         send_abort_output(
             self._scheduler, _make_abort_req(req, finished_reason=_reason(why).to_json()), req
         )
@@ -80,11 +94,21 @@ class Contracts:
             if (chunked := self._scheduler.chunked_req) is not None:
                 self._end_chunked(chunked)
 
+    @hook(
+        f"{PREFILL_SCHEDULER}.optimistic_release_and_requeue",
+        AFTER,
+        order=2,
+        via=lambda scheduler: scheduler.inflight.part(Contracts),
+    )
+    def check_again(self, _: None, req: Req) -> None:
+        """Check ``req``, queued again by SGLang itself, after the core has prepared it."""
+        self.check([req])
+
     def check(self, reqs: Iterable[Req]) -> None:
         """End those of the queued ``reqs`` that have no token and a broken contract."""
         broken = {req: why for req in reqs if (why := self._why_broken(req)) is not None}
         if broken:
-            self._metrics.broken_contracts.inc(len(broken))
+            self._broken.inc(len(broken))
             self._end_queued({req: _reason(why) for req, why in broken.items()})
 
     def _why_broken(self, req: Req) -> str | None:
@@ -107,17 +131,40 @@ class Contracts:
     def _end_chunked(self, req: Req) -> None:
         """End a request in the middle of its prompt, before its next chunk."""
         if (why := self._why_broken(req)) is not None:
-            self._metrics.broken_contracts.inc()
+            self._broken.inc()
             req.discard_output_reason = _reason(why)
             self._scheduler._pending_chunked_abort_req = req
 
 
+@PARTS.join()
+def make_contracts(controller: Controller) -> Contracts:
+    return Contracts(
+        controller.scheduler,
+        controller.boundary,
+        controller.versions,
+        controller.adapter_versions,
+        controller.metrics,
+    )
+
+
+@ADMISSIONS.join()
+def admits(controller: Controller, req: Req) -> bool:
+    return controller.part(Contracts).admits(req)
+
+
+# after the requests with too old tokens are ended
+@COMMITS.join(order=1)
+@RELABELS.join()
+def check_waiting(controller: Controller) -> None:
+    controller.part(Contracts).check_waiting()
+
+
 def contract_of(req: Req) -> Contract | None:
     """Return the contract of ``req``, which does not change: it is read once."""
-    record = record_of(req)
-    if not record.has_read_contract:
+    record = record_of(req).part(_Read)
+    if not record.is_read:
         record.contract = read_contract(req.sampling_params.custom_params)
-        record.has_read_contract = True
+        record.is_read = True
     return record.contract
 
 

@@ -1,0 +1,28 @@
+"""Version contracts: which weights make a request's first token, and how old its tokens get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_inflight.extension import Extension
+from sglang_inflight.settings import natural, setting
+
+
+@dataclass(frozen=True)
+class ContractsSettings:
+    max_version_lag: int | None = setting(
+        None,
+        natural,
+        "end a request when its first token is more commits behind than this",
+        is_shared=True,
+    )
+
+
+EXTENSION = Extension(
+    name="contracts",
+    modules=(
+        "sglang_inflight.extensions.contracts.on_rank",
+        "sglang_inflight.extensions.contracts.staleness",
+    ),
+    settings=ContractsSettings,
+)
