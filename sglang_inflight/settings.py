@@ -143,18 +143,6 @@ class Settings:
         120.0, positive, "longest rendezvous of a weight-update group, in seconds"
     )
     check_finite: bool = setting(True, boolean, "refuse tensors that hold NaN or infinity")
-    previous_every: int = setting(
-        4,
-        counted,
-        "requests pinned to the previous version get at most every k-th step of a busy server",
-        is_shared=True,
-    )
-    previous_grace_s: float = setting(
-        0.0,
-        seconds,
-        "how long an update waits, before it is staged over the previous version, for requests "
-        "pinned to that version",
-    )
     version_timeout_s: float = setting(
         30.0,
         seconds,

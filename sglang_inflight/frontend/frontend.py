@@ -92,14 +92,7 @@ class Frontend(HasParts):
         self.on_change: Callable[[], None] = lambda: None
         self.pauses.on_change = lambda: self.on_change()
         self._served = Served(tokenizer_manager, min(self.ranks.all))
-        two_phase = TwoPhase(
-            tokenizer_manager,
-            self.ranks,
-            self._served,
-            metrics,
-            can,
-            previous_grace_s=settings.previous_grace_s,
-        )
+        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics, can)
         self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase, can)
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update

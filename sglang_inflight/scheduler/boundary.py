@@ -203,12 +203,11 @@ class Boundary:
 
     def _retract_parked(self) -> None:
         """Retract what SGLang's retraction does not know; called after it."""
-        parked = self.requests.parked
-        if parked is not None:
-            reqs = dict.fromkeys(req for batch in parked.batches for req in batch.reqs)
+        parked = self.requests.parked_batches
+        if parked:
+            reqs = dict.fromkeys(req for batch in parked for req in batch.reqs)
             running = self.requests.running()
             self._requeue([req for req in reqs if req in running])
-            parked.last = None
 
     def retract_some(self, reqs: Iterable[Req]) -> None:
         """Send the running ones of ``reqs`` back to the waiting queue, and free their KV."""
@@ -224,7 +223,7 @@ class Boundary:
         self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in reqs))
 
     def _requeue(self, held: list[Req]) -> None:
-        """Retract running requests, of any version's batches. Every result is processed."""
+        """Retract running requests, parked ones too. Every result is processed."""
         scheduler = self._scheduler
         self._take_kv_from(held)
         current = [scheduler.running_batch, scheduler.last_batch]

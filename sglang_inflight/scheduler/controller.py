@@ -67,13 +67,11 @@ from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.layout import name_layout
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
 from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
-from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
-from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model, get_parallel
 
@@ -89,6 +87,8 @@ if TYPE_CHECKING:
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
 Handler = Callable[[Any], None]
+MayRun = Callable[["Req"], bool]
+ChooseBatch = Callable[[Callable[..., NextBatchPlan]], NextBatchPlan | None]
 # makes an extension's object beside a new controller; hooks find it by ``Controller.part``
 PARTS: Joint[Callable[[Controller], object]] = Joint("parts of a scheduler")
 
@@ -98,10 +98,21 @@ CALLS: Joint[Callable[[Controller], Mapping[type[InflightCall[Any]], Handler]]] 
 ENTRIES: Joint[Callable[[Controller, Req], None]] = Joint("queue entry")
 # returns whether a prepared request may enter the queue; answers it otherwise
 ADMISSIONS: Joint[Callable[[Controller, Req], bool]] = Joint("admission")
+# The functions of the next four joints are called once, and return a function for every step.
+# it runs at the step boundary, after the messages were handled
+BOUNDARIES: Joint[Callable[[Controller], Callable[[], None]]] = Joint("boundary")
+# it returns which waiting requests the next batch may take; None for all
+CHOICES: Joint[Callable[[Controller], Callable[[], MayRun | None]]] = Joint("choice of requests")
+# it chooses a batch by SGLang's function, or returns None; a pipeline does not ask it
+BATCHES: Joint[Callable[[Controller], ChooseBatch]] = Joint("choice of a batch")
+# it returns the version that makes the next forward; None for the served one
+FORWARDS: Joint[Callable[[Controller], Callable[[], Previous | None]]] = Joint("forward")
 # follows a commit or a rollback: the new label is there, and older KV still is
 COMMITS: Joint[Callable[[Controller], None]] = Joint("commit")
 # follows a new name of the served weights, or another adapter of waiting requests
 RELABELS: Joint[Callable[[Controller], None]] = Joint("relabel")
+# completes the description of this rank
+STATUSES: Joint[Callable[[Controller, Described], None]] = Joint("status")
 # ends what reads the weights on another thread, for the reason given, before they are released
 READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
 
@@ -126,13 +137,6 @@ class Controller(HasParts):
         self.fence = PrefixFence(boundary)
         self.adapter_versions = AdapterVersions()
         self.live = LiveWeights(scheduler)
-        self.turns = Turns(
-            scheduler,
-            boundary,
-            self.live,
-            Pins(self.live, self.versions),
-            every=settings.previous_every,
-        )
         parts = self.staging_parts = make_staging(
             scheduler,
             boundary,
@@ -151,7 +155,6 @@ class Controller(HasParts):
             self.live,
             self.versions,
             self.fence,
-            self.turns,
             metrics,
             name_layout(parts.layout),
             on_swap=self._follow_commit,
@@ -168,6 +171,10 @@ class Controller(HasParts):
             require_update=settings.require_update,
         )
         self.make_parts(make(self) for make in PARTS)
+        self._at_boundaries = [find(self) for find in BOUNDARIES]
+        self._choices = [find(self) for find in CHOICES]
+        self._batches = [find(self) for find in BATCHES]
+        self._forwards = [find(self) for find in FORWARDS]
         handlers: dict[type[InflightCall[Any]], Handler] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
@@ -218,17 +225,14 @@ class Controller(HasParts):
         Called at every step boundary, after the messages were handled.
         """
         self._background.send_finished_answers()
-        self.turns.settle()
+        for settle in self._at_boundaries:
+            settle()
         # where no step is held up, all end before the loop sleeps. The ranks of a replica agree
         is_stepping = self.pause.state is PauseState.RUNNING and not self.hold.is_due
         is_held_up = is_stepping and self._has_running
         self.boundary.end_some(at_once=AT_ONCE if is_held_up else None)
         self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
-
-    @property
-    def parked_batches(self) -> list[ScheduleBatch]:
-        return self.boundary.requests.parked_batches
 
     def needs_a_boundary(self, request: object) -> bool:
         """Return whether ``request``, and every message behind it, must wait for a boundary.
@@ -252,14 +256,15 @@ class Controller(HasParts):
 
     @hook(f"{SCHEDULER}.get_next_batch_to_run", AROUND, via="inflight")
     def choose_batch(self, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Choose a batch of the version whose turn it is; launch nothing in a held turn.
+        """Choose a batch as an extension does, or SGLang; launch nothing in a held turn.
 
         A pipeline's loop calls only this method between messages and launch.
         """
         if get_parallel().pp_size == 1:
-            return self.turns.choose(
-                lambda running, last: choose(running_batch=running, last_batch=last)
-            )
+            for choose_by in self._batches:
+                if (plan := choose_by(choose)) is not None:
+                    return plan
+            return choose(*args, **kwargs)
         scheduler = self.scheduler
         if self.holds_the_turn():
             return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
@@ -275,11 +280,12 @@ class Controller(HasParts):
         """
         is_draining = self.pause.state is PauseState.DRAINING
         boundary = self.boundary
-        if not is_draining and not self.turns.are_taken and not boundary.are_ending:
+        choices = [may_run for choice in self._choices if (may_run := choice()) is not None]
+        if not is_draining and not choices and not boundary.are_ending:
             return schedule(*args, **kwargs)
 
         def is_held(req: Req) -> bool:
-            if boundary.is_ending(req) or not self.turns.admits(req):
+            if boundary.is_ending(req) or not all(may_run(req) for may_run in choices):
                 return True
             return is_draining and not self.pause.admits(req)
 
@@ -303,18 +309,23 @@ class Controller(HasParts):
 
     def prepare(self, req: Req) -> None:
         """Prepare a request that enters the queue, new or retracted."""
-        self.turns.enqueue(req)
-        self.fence.admit(req)
         for admit in ENTRIES:
             admit(self, req)
+        # last, because the key names the weights that an extension may have found
+        self.fence.admit(req)
 
     @hook(f"{SCHEDULER}.run_batch", AROUND, via="inflight")
     def launch(
         self, run: Callable[..., Any], batch: ScheduleBatch, *args: Any, **kwargs: Any
     ) -> Any:
         """Launch the forward of ``batch``, and record the version of the KV that it writes."""
-        self.kv_versions.record_launch(batch, self.turns.label)
-        return self.turns.launch(lambda: run(batch, *args, **kwargs))
+        for find in self._forwards:
+            if (previous := find()) is not None:
+                self.kv_versions.record_launch(batch, previous.label)
+                with self.live.previous_in_place(previous):
+                    return run(batch, *args, **kwargs)
+        self.kv_versions.record_launch(batch)
+        return run(batch, *args, **kwargs)
 
     # before a controller is there, the KV is of the first weights and needs no record
     @hook(f"{TRANSFERS}.submit_device_to_host", BEFORE, via="inflight", when=with_us)
@@ -407,17 +418,17 @@ class Controller(HasParts):
         self._describe(call)
 
     def _describe(self, call: StatusCall | RenameCall) -> None:
-        self.answers.succeed(
-            call,
-            Described(
-                capabilities=capabilities.with_store(self.staging.can, get_memory()),
-                role=_ROLES[self.scheduler.disaggregation_mode.value],
-                pause=self.pause.describe(),
-                weights=self.commits.describe(),
-                staging=self.staging.describe(),
-                memory=self.memory_release.describe(),
-            ),
+        described = Described(
+            capabilities=capabilities.with_store(self.staging.can, get_memory()),
+            role=_ROLES[self.scheduler.disaggregation_mode.value],
+            pause=self.pause.describe(),
+            weights=self.commits.describe(),
+            staging=self.staging.describe(),
+            memory=self.memory_release.describe(),
         )
+        for complete in STATUSES:
+            complete(self, described)
+        self.answers.succeed(call, described)
 
     def _is_busy(self) -> bool:
         return not (self.hold.is_frozen or self.staging.holds_the_loop) and self._has_running

@@ -118,7 +118,7 @@ class Hold:
     def include_held_batches(
         self, collect: Callable[[], list[ScheduleBatch | None]]
     ) -> list[ScheduleBatch | None]:
-        """Add a parked version's batches, and the prefilled requests of held microbatches."""
+        """Add parked batches, and the prefilled requests of held microbatches."""
         return [*collect(), *self._held_batches()]
 
     @hook(f"{SCHEDULER}.is_fully_idle", AROUND, via="inflight.hold")

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.sglang_types import get_parallel
-from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     import torch
@@ -36,21 +34,6 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 
-@dataclass(slots=True)
-class Parked:
-    """The batches of the version whose turn it is not (``versions/turns.py``).
-
-    ``last`` is the version's last launched batch, with its result processed.
-    """
-
-    running: ScheduleBatch
-    last: ScheduleBatch | None = None
-
-    @property
-    def batches(self) -> list[ScheduleBatch]:
-        return [self.running] if self.last is None else [self.running, self.last]
-
-
 class Requests:
     """The census of one scheduler's requests. It changes none of them.
 
@@ -59,12 +42,8 @@ class Requests:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        # None while no request is pinned to a version
-        self.parked: Parked | None = None
-
-    @property
-    def parked_batches(self) -> list[ScheduleBatch]:
-        return [] if self.parked is None else self.parked.batches
+        # batches that an extension keeps from the loop for some steps. Their requests are running
+        self.parked_batches: list[ScheduleBatch] = []
 
     @property
     def pending_batches(self) -> list[ScheduleBatch]:
@@ -218,22 +197,6 @@ class Requests:
 Spans = list[dict[str, Any]]
 
 
-class Pin(NamedTuple):
-    """The weights that make every token of a request."""
-
-    # as ``LiveWeights.weights``
-    weights: int
-    # their label as the request arrived
-    label: VersionLabel
-
-
-class Unreachable(NamedTuple):
-    """Why a request cannot have the version that it names."""
-
-    why: str
-    status: HTTPStatus
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """Only the scheduler's thread touches it."""
@@ -248,8 +211,8 @@ class RequestRecord:
     was_kept_out: bool = False
     # its ``extra_key`` has no mark but ours (``prefix_fence.py``)
     has_own_key: bool = False
-    # the weights of every token, or why they cannot be had
-    pin: Pin | Unreachable | None = None
+    # number of the only weights that may make its tokens and its KV (``LiveWeights.weights``)
+    weights: int | None = None
     _parts: dict[type, object] = field(default_factory=dict)
 
     def part(self, kind: type[P]) -> P:

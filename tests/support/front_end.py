@@ -308,9 +308,7 @@ class FrontEnd:
         metrics: Any = SimpleNamespace(updates=labelled, pause_grant=labelled)
         self.served = Served(manager, FIRST)
         self.pauses = Pauses(manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s)
-        self.two_phase = TwoPhase(
-            manager, self.ranks, self.served, metrics, can, previous_grace_s=0
-        )
+        self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics, can)
         self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase, can)
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(manager, self.pauses, can)

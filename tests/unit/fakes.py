@@ -131,7 +131,7 @@ class Play:
         self.ranks = ManualRank()
         served = Served(manager, Rank(0, 0, 0))
         self.ranks.heard_by = served.take_answer
-        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS, can, previous_grace_s=0)
+        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS, can)
         self.groups, idle = (
             Groups(self.ranks, SETTINGS),
             NoRequestsRunning(manager, NO_PAUSES, can),

@@ -13,6 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from harness.marker import CONFIG
 from sglang_inflight import capabilities
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.frontend.frontend import _merge
 from sglang_inflight.vocabulary.answers import Capabilities
 
@@ -161,3 +162,11 @@ def test_attached_store_refuses_fence_and_recompute() -> None:
 def test_status_merges_the_reasons_of_all_ranks() -> None:
     stages = [Capabilities(), Capabilities(stage="is quantized by Fp8")]
     assert _merge(stages) == stages[1]
+
+
+def test_server_without_an_extension_for_pins_refuses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rest = tuple(each for each in all_extensions() if "pin" not in each.offers)
+    monkeypatch.setattr(capabilities, "all_extensions", lambda: rest)
+    assert refused().keys() == {"pin"}

@@ -222,9 +222,7 @@ def test_rollback_of_a_changed_scale_needs_all_kv_anew(monkeypatch: pytest.Monke
     nothing: Any = SimpleNamespace()
     staging: Any = SimpleNamespace(why_no_rollback=lambda: None)
     versions: Any = SimpleNamespace(current="v1")
-    commits = Commits(
-        nothing, staging, live, versions, nothing, nothing, nothing, "", on_swap=nothing
-    )
+    commits = Commits(nothing, staging, live, versions, nothing, nothing, "", on_swap=nothing)
     call = RollbackCall(weight_version=None, kv_cache="fence")
     with pytest.raises(Refused, match=r"the rollback changes 'attn\.k_scale_float'"):
         commits.roll_back(call)

@@ -11,9 +11,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import RetractionBackup
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.scheduler.requests import Pin, record_of
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.vocabulary.labels import VersionLabel
 
 
 class Queues:
@@ -119,9 +118,9 @@ def test_callers_extra_key_is_no_key_of_the_fence(
 ) -> None:
     keys = set()
     fence.raise_to(1)
-    for pin in (None, Pin(0, VersionLabel(0, "v0"))):
+    for weights in (None, 0):
         req = request()
-        record_of(req).pin = pin
+        record_of(req).weights = weights
         fence.admit(req)
         keys.add(req.extra_key)
     assert keys == {"|inflight-epoch:1", "|inflight-weights:0"}

@@ -99,7 +99,7 @@ class Staleness:
 
     def _limit(self, req: Req) -> int | None:
         own: int | None = custom_param(req.sampling_params, MAX_VERSION_LAG)
-        is_pinned = record_of(req).pin is not None
+        is_pinned = record_of(req).weights is not None
         return self._max_lag if own is None and not is_pinned else own
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +30,7 @@ from sglang_inflight.frontend.updates.open_update import (
 )
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.wanted import Wanted
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     A,
     CommitCall,
@@ -41,7 +42,6 @@ from sglang_inflight.messages import (
     Opened,
     RenameCall,
     RollbackCall,
-    StatusCall,
     has_custom_loader,
 )
 from sglang_inflight.metrics import FrontEndMetrics
@@ -73,10 +73,13 @@ DROP_TIMEOUT_S = 10.0
 GRACE_S = 5.0
 # between two tries to prove what some ranks could not, for reasons that may pass
 _PROVE_AGAIN_S = 600.0
-# between two looks at the requests of the previous version
-_POLL_S = 0.02
 
 CALLER_HAS_LEFT = "its caller has left"
+
+# waits, at most until the deadline, before an update is opened on the ranks
+OPENINGS: Joint[Callable[[Ranks, Capabilities, OpenUpdate, Deadline], Awaitable[None]]] = Joint(
+    "openings"
+)
 
 
 class TwoPhase:
@@ -93,12 +96,8 @@ class TwoPhase:
         served: Served,
         metrics: FrontEndMetrics,
         can: Capabilities,
-        *,
-        previous_grace_s: float,
     ) -> None:
-        """``previous_grace_s``: an opening waits so long for requests of the previous version."""
         self._can = can
-        self._previous_grace_s = previous_grace_s
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
@@ -166,7 +165,7 @@ class TwoPhase:
         runs, nor while jobs queued before it run. The same holds for tensors written in place. The
         first update shows whether the model can be staged.
         """
-        await self._wait_for_previous(update, wanted.deadline)
+        await self._prepare(update, wanted.deadline)
         self._add(update, wanted)
         deadline = wanted.deadline
         update.move(Event.SEAL)
@@ -186,31 +185,16 @@ class TwoPhase:
 
     async def open_session(self, session: OpenUpdate, deadline: Deadline) -> None:
         async with self.dropped_on_failure(session):
-            await self._wait_for_previous(session, deadline)
+            await self._prepare(session, deadline)
             # a session dropped by now must not be opened on any rank
             session.require_alive()
             opened = await self._open(session, deadline)
             session.in_place = any(answer.in_place for answer in opened)
             session.require_alive()
 
-    async def _wait_for_previous(self, update: OpenUpdate, deadline: Deadline) -> None:
-        """Wait until no request needs the previous version, over which the update is staged.
-
-        The grace, the deadline or a pause end the wait; the opening then ends these requests.
-        """
-        if self._previous_grace_s == 0 or self._can.pin is not None:
-            return
-        grace = Deadline(min(self._previous_grace_s, deadline.seconds_left))
-        while grace.seconds_left > 0:
-            update.require_alive()
-            ranks = await self._ranks.call(StatusCall(), COMMIT_TIMEOUT_S)
-            is_frozen = any(rank.pause.paused for rank in ranks)
-            if is_frozen or not any(rank.weights.pinned_to_previous for rank in ranks):
-                return
-            await asyncio.sleep(_POLL_S)
-        logger.warning(
-            "The update does not wait any longer for requests pinned to the previous version."
-        )
+    async def _prepare(self, update: OpenUpdate, deadline: Deadline) -> None:
+        for wait in OPENINGS:
+            await wait(self._ranks, self._can, update, deadline)
 
     async def _open(self, update: OpenUpdate, deadline: Deadline) -> list[Opened]:
         """Open the update on all ranks, in place if one of them cannot stage its model.

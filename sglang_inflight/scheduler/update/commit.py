@@ -34,7 +34,6 @@ from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
-from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.vocabulary.answers import WeightsStatus
 from sglang_inflight.vocabulary.bodies import require_recompute
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
@@ -52,7 +51,6 @@ class Commits:
         live: LiveWeights,
         versions: Versions,
         fence: PrefixFence,
-        turns: Turns,
         metrics: Metrics,
         layout: str,
         *,
@@ -68,7 +66,6 @@ class Commits:
         self._live = live
         self._versions = versions
         self._fence = fence
-        self._turns = turns
         self._metrics = metrics
         self._on_swap = on_swap
 
@@ -126,7 +123,6 @@ class Commits:
             epoch=self._versions.epoch,
             digest=self._live.digest,
             previous_version=self._live.previous.version if self._live.previous else None,
-            pinned_to_previous=self._turns.count_of_previous(),
             layout=self._layout,
         )
 

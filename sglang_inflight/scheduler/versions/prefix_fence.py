@@ -8,7 +8,7 @@ and their KV, but their KV is not put into the cache any more. Nothing is flushe
 walked. Old entries are never looked up again and get no children, so they are the least recently
 used and evicted first.
 
-A request pinned to a version has the number of its weights in the key instead. So its prefixes are
+A request of certain weights alone has their number in the key instead. So its prefixes are
 of exactly these weights, also after commits that keep older prefixes, and no fence applies to it.
 
 A streaming session looks nothing up: it lends the KV of its last request to the next. At a fence it
@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers import mm_schedule
 
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.requests import Pin, record_of
+from sglang_inflight.scheduler.requests import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _MARK = "|inflight-epoch:"
-_PINNED = "|inflight-weights:"
+_OF_WEIGHTS = "|inflight-weights:"
 # a caller's text that reads like a mark. The substitute has no bar, so it makes up no other mark
 _FORGED = re.compile(r"\|(?=inflight-(?:epoch|weights):)")
 _SUBSTITUTE = "/"
@@ -52,7 +52,7 @@ class PrefixFence:
         """Keep later prefills from reusing a prefix from before ``epoch``."""
         self._epoch = epoch
         for req in self._boundary.requests.running():
-            if record_of(req).pin is None:
+            if record_of(req).weights is None:
                 self.keep_out_of_cache(req)
         for req in self._boundary.free_sessions():
             self.keep_out_of_cache(req)
@@ -89,15 +89,15 @@ class PrefixFence:
         if not record.has_own_key and req.extra_key:
             req.extra_key = _FORGED.sub(_SUBSTITUTE, req.extra_key)
         record.has_own_key = True
-        if isinstance(record.pin, Pin):
-            req.extra_key = f"{_own_key(req)}{_PINNED}{record.pin.weights}"
+        if record.weights is not None:
+            req.extra_key = f"{_own_key(req)}{_OF_WEIGHTS}{record.weights}"
         elif self._epoch:
             req.extra_key = f"{_own_key(req)}{_MARK}{self._epoch}"
 
 
 def _own_key(req: Req) -> str:
     """Return the key without our mark, its end: no caller's text is left that reads like one."""
-    return (req.extra_key or "").partition(_MARK)[0].partition(_PINNED)[0]
+    return (req.extra_key or "").partition(_MARK)[0].partition(_OF_WEIGHTS)[0]
 
 
 def forget_embeddings() -> None:

@@ -12,18 +12,46 @@ ends with these. A name that neither version has is a 409.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_inflight.scheduler.requests import Pin, Unreachable, record_of
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.versions.token_versions import Versions, pinned_label
 from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, custom_param
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+# no weights have this number
+_NONE = -1
+
+
+class Pin(NamedTuple):
+    """The weights that make every token of a request."""
+
+    # as ``LiveWeights.weights``
+    weights: int
+    # their label as the request arrived
+    label: VersionLabel
+
+
+class Unreachable(NamedTuple):
+    """Why a request cannot have the version that it names."""
+
+    why: str
+    status: HTTPStatus
+
+
+@dataclass(slots=True)
+class _Named:
+    """A request's record: the weights of every token, or why they cannot be had."""
+
+    pin: Pin | Unreachable | None = None
 
 
 class Pins:
@@ -41,25 +69,28 @@ class Pins:
         name = custom_param(req.sampling_params, WEIGHT_VERSION)
         if name is None:
             return False
-        record = record_of(req)
-        if record.pin is None:
-            record.pin = self._look_up(name)
-        if isinstance(record.pin, Pin) and pinned_label(req.weight_version_events) is None:
-            self._versions.pin(req, record.pin.label)
+        named = record_of(req).part(_Named)
+        if named.pin is None:
+            named.pin = self._look_up(name)
+            record_of(req).weights = named.pin.weights if isinstance(named.pin, Pin) else _NONE
+        if isinstance(named.pin, Pin) and pinned_label(req.weight_version_events) is None:
+            self._versions.pin(req, named.pin.label)
         return True
 
     def is_of_previous(self, req: Req) -> bool:
         """Return whether ``req`` needs the previous version now."""
-        previous, pin = self._live.reachable, record_of(req).pin
-        return previous is not None and isinstance(pin, Pin) and pin.weights == previous.weights
+        previous = self._live.reachable
+        return previous is not None and record_of(req).weights == previous.weights
 
     def why_not(self, req: Req) -> FINISH_ABORT | None:
         """Return why ``req`` must end, or None if its weights are there."""
-        pin = record_of(req).pin
+        weights = record_of(req).weights
+        if weights in (None, self._live.weights) or self.is_of_previous(req):
+            return None
+        pin = record_of(req).part(_Named).pin
+        assert pin is not None
         if isinstance(pin, Unreachable):
             return FINISH_ABORT(pin.why, pin.status)
-        if pin is None or pin.weights == self._live.weights or self.is_of_previous(req):
-            return None
         why = (
             f"The server lost the weights {pin.label.version!r} (epoch {pin.label.epoch}), which "
             f"the request names in {WEIGHT_VERSION}: {self._served()}"

@@ -30,30 +30,62 @@ Only the scheduler's thread runs this module, at step boundaries and at launches
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sglang.srt.managers.schedule_batch import ScheduleBatch as Batch
 
+from sglang_inflight.extensions.pins import PinsSettings
+from sglang_inflight.extensions.pins.pins import Pins
+from sglang_inflight.messages import Described
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.requests import Parked, record_of
+from sglang_inflight.scheduler.controller import (
+    BATCHES,
+    BOUNDARIES,
+    CHOICES,
+    ENTRIES,
+    FORWARDS,
+    PARTS,
+    STATUSES,
+    ChooseBatch,
+    Controller,
+    MayRun,
+)
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
-from sglang_inflight.scheduler.versions.pins import Pins
-from sglang_inflight.vocabulary.labels import VersionLabel
+from sglang_inflight.settings import read
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 
     from sglang_inflight.sglang_types import Scheduler
 
-T = TypeVar("T")
-Choose = Callable[["ScheduleBatch", "ScheduleBatch | None"], "NextBatchPlan"]
+Choose = Callable[..., "NextBatchPlan"]
+
+
+@dataclass(slots=True)
+class Parked:
+    """The batches of the version whose turn it is not.
+
+    ``last`` is the version's last launched batch, with its result processed.
+    """
+
+    running: ScheduleBatch
+    last: ScheduleBatch | None = None
 
 
 class Turns:
     """Turns of two versions on one scheduler. Nothing changes while no request is pinned."""
 
     def __init__(
-        self, scheduler: Scheduler, boundary: Boundary, live: LiveWeights, pins: Pins, *, every: int
+        self,
+        scheduler: Scheduler,
+        boundary: Boundary,
+        live: LiveWeights,
+        pins: Pins,
+        *,
+        every: int,
     ) -> None:
         """``every``: the previous version has at most every k-th step of a busy server."""
         self._scheduler = scheduler
@@ -62,6 +94,8 @@ class Turns:
         self._live = live
         self._pins = pins
         self._every = every
+        # None while no request is pinned to a version
+        self._parked: Parked | None = None
         # whether the scheduler's batches are the previous version's
         self._is_previous = False
         # steps of the served version since the last one of the previous version
@@ -74,7 +108,7 @@ class Turns:
     @property
     def are_taken(self) -> bool:
         """Whether a request is pinned, so that turns are taken."""
-        return self._requests.parked is not None
+        return self._parked is not None
 
     def count_of_previous(self) -> int:
         """Return how many requests need the previous version."""
@@ -82,20 +116,16 @@ class Turns:
             return 0
         return sum(self._pins.is_of_previous(req) for req in self._all())
 
-    @property
-    def label(self) -> VersionLabel | None:
-        """The label of the next forward's weights in a turn of the previous version; else None."""
-        return self._previous.label if self._previous is not None else None
-
     def enqueue(self, req: Req) -> None:
         """Look up the weights of a request, new or retracted, on its way into the queue."""
         if self._pins.admit(req) and not self.are_taken:
-            self._requests.parked = Parked(_empty())
+            self._park(Parked(_empty()))
 
-    def admits(self, req: Req) -> bool:
-        """Return whether the turn's version may begin to run the waiting ``req``."""
-        if not self.are_taken:
-            return True
+    def choice(self) -> MayRun | None:
+        """Return what tells whether the turn's version may begin to run a waiting request."""
+        return None if self._parked is None else self._admits
+
+    def _admits(self, req: Req) -> bool:
         is_of_turn = self._pins.is_of_previous(req) == self._is_previous
         return is_of_turn and not self._holds_newcomers and self._pins.why_not(req) is None
 
@@ -111,7 +141,7 @@ class Turns:
         pinned = [
             req
             for req in self._all()
-            if record_of(req).pin is not None and not self._boundary.is_ending(req)
+            if record_of(req).weights is not None and not self._boundary.is_ending(req)
         ]
         if not pinned:
             self._end()
@@ -121,11 +151,14 @@ class Turns:
             self._end_requests(lost)
         self._sort()
 
-    def choose(self, choose: Choose) -> NextBatchPlan:
-        """Choose the next batch by ``choose``, SGLang's function of two batches of one version."""
+    def choose(self, choose: Choose) -> NextBatchPlan | None:
+        """Choose the next batch by ``choose``, SGLang's function of two batches of one version.
+
+        Return None while no request is pinned.
+        """
+        if self._parked is None:
+            return None
         scheduler, last = self._scheduler, self._scheduler.last_batch
-        if not self.are_taken:
-            return choose(scheduler.running_batch, last)
         is_due = self._is_due()
         if is_due != self._is_previous and self._may_switch():
             last = self._switch(last)
@@ -142,22 +175,14 @@ class Turns:
             self._steps = 0 if self._is_previous else self._steps + 1
         return plan
 
-    def launch(self, launch: Callable[[], T]) -> T:
-        """Launch the turn's batch by ``launch``, with the turn's weights in place."""
-        if (previous := self._previous) is None:
-            return launch()
-        with self._live.previous_in_place(previous):
-            return launch()
-
-    @property
-    def _previous(self) -> Previous | None:
-        """The previous version in a turn of its own, else None."""
+    def previous(self) -> Previous | None:
+        """Return the previous version in a turn of its own, else None."""
         return self._live.reachable if self._is_previous else None
 
     def _choose(self, choose: Choose, last: ScheduleBatch | None, *, is_due: bool) -> NextBatchPlan:
         self._holds_newcomers = not self._is_previous and (is_due or self._is_starved)
         self._make_room(last)
-        return choose(self._scheduler.running_batch, last)
+        return choose(running_batch=self._scheduler.running_batch, last_batch=last)
 
     # ---- whose turn it is ----------------------------------------------------------
 
@@ -197,12 +222,20 @@ class Turns:
 
     def _switch(self, last: ScheduleBatch | None) -> ScheduleBatch | None:
         """Park the scheduler's batches and take the parked ones; return the last one of these."""
-        scheduler, parked = self._scheduler, self._requests.parked
+        scheduler, parked = self._scheduler, self._parked
         assert parked is not None
-        self._requests.parked = Parked(scheduler.running_batch, last)
+        self._park(Parked(scheduler.running_batch, last))
         scheduler.running_batch = parked.running
         self._is_previous = not self._is_previous
-        return parked.last
+        last = parked.last
+        # its requests may have been retracted
+        return None if last is None or last.is_empty() else last
+
+    def _park(self, parked: Parked | None) -> None:
+        """Park batches. The core counts their requests as running."""
+        self._parked = parked
+        batches = [] if parked is None else [parked.running, parked.last]
+        self._requests.parked_batches = [batch for batch in batches if batch is not None]
 
     def _end(self) -> None:
         """Go back to one version, when no request is pinned any more."""
@@ -210,7 +243,7 @@ class Turns:
             scheduler = self._scheduler
             self._boundary.drain()
             scheduler.last_batch = self._switch(scheduler.last_batch)
-        self._requests.parked = None
+        self._park(None)
         self._steps, self._is_starved = 0, False
 
     # ---- requests ------------------------------------------------------------------
@@ -256,3 +289,47 @@ class Turns:
 
 def _empty() -> Any:
     return Batch(reqs=[], batch_is_full=False)
+
+
+@PARTS.join()
+def make_turns(controller: Controller) -> Turns:
+    return Turns(
+        controller.scheduler,
+        controller.boundary,
+        controller.live,
+        Pins(controller.live, controller.versions),
+        every=read(PinsSettings).previous_every,
+    )
+
+
+# before a request gets other labels than its version's
+@ENTRIES.join(order=-1)
+def enqueue(controller: Controller, req: Req) -> None:
+    controller.part(Turns).enqueue(req)
+
+
+@BOUNDARIES.join()
+def at_boundary(controller: Controller) -> Callable[[], None]:
+    return controller.part(Turns).settle
+
+
+@CHOICES.join()
+def choice_of_requests(controller: Controller) -> Callable[[], MayRun | None]:
+    return controller.part(Turns).choice
+
+
+@BATCHES.join()
+def choice_of_batch(controller: Controller) -> ChooseBatch:
+    return controller.part(Turns).choose
+
+
+@FORWARDS.join()
+def version_of_forward(controller: Controller) -> Callable[[], Previous | None]:
+    return controller.part(Turns).previous
+
+
+@STATUSES.join()
+def count_of_previous(controller: Controller, described: Described) -> None:
+    described.weights = msgspec.structs.replace(
+        described.weights, pinned_to_previous=controller.part(Turns).count_of_previous()
+    )
