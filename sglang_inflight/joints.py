@@ -2,18 +2,22 @@
 
 The core names a joint and calls its functions, and an extension's module joins a function to it by
 a decorator. ``compose`` puts the functions of the installed modules in order, once, before SGLang
-makes a process' objects. A joint without functions costs an empty loop.
+makes a process' objects. A joint without functions costs an empty loop. The core may have functions
+of its own at a joint, by their order, between which those of extensions are put.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 
 _joints: list[Joint[Any]] = []
+# stands for the module of the core's functions, which always take part
+_CORE = ""
 
 
 class Joint(Generic[F]):
@@ -23,11 +27,11 @@ class Joint(Generic[F]):
     may iterate.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, core: Mapping[int, F] = MappingProxyType({})) -> None:
         self.name = name
-        self._declared: dict[tuple[int, str], F] = {}
-        self._functions: tuple[F, ...] = ()
+        self._declared = {(order, _CORE): function for order, function in core.items()}
         _joints.append(self)
+        self.compose(())
 
     def __iter__(self) -> Iterator[F]:
         return iter(self._functions)
@@ -51,7 +55,7 @@ class Joint(Generic[F]):
         self._functions = tuple(
             function
             for (_, module), function in sorted(self._declared.items(), key=lambda each: each[0])
-            if module in modules
+            if module == _CORE or module in modules
         )
 
 

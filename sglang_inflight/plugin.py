@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 HOOK_MODULES = (
     "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
-    "sglang_inflight.frontend.openai_requests",
-    "sglang_inflight.frontend.request_checks",
+    "sglang_inflight.frontend.http.endpoints",
+    "sglang_inflight.frontend.requests.checks",
+    "sglang_inflight.frontend.requests.gate",
+    "sglang_inflight.frontend.requests.openai",
+    "sglang_inflight.frontend.requests.values",
     "sglang_inflight.frontend.shutdown",
     "sglang_inflight.frontend.spans",
     "sglang_inflight.frontend.tokenizer_hooks",

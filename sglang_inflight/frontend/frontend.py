@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
-from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.memory import Memory
-from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.requests.model_names import ModelNames
+from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
@@ -80,11 +80,9 @@ class Frontend(HasParts):
         version = tokenizer_manager.config_value("weight_version")
         self.versions = ServedVersions(self.ranks.all, version)
         self.fleet_version = FleetVersion(self.versions, self.pauses, min(self.ranks.all))
-        self.admission = Admission(
+        self.version_waits = VersionWaits(
             self.versions,
-            self.pauses,
             lambda name: self.adapter_label(name),
-            self.fleet_version,
             self.lifetime,
             timeout_s=settings.version_timeout_s,
         )
@@ -103,7 +101,7 @@ class Frontend(HasParts):
             self.updates,
             self.memory,
             self.groups,
-            self.admission,
+            self.version_waits,
             self.fleet_version,
             self.status,
         )

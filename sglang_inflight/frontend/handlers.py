@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary.answers import Grant, NamelessGrant, Status
@@ -57,7 +57,7 @@ def direct_handlers(
     updates: Updates,
     memory: Memory,
     groups: Groups,
-    admission: Admission,
+    version_waits: VersionWaits,
     fleet_version: FleetVersion,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
@@ -102,7 +102,7 @@ def direct_handlers(
         "get_weight_version": weight_version,
         "is_paused": is_paused,
         "inflight_status": status,
-        "wait_for_epoch": admission.wait_for_epoch,
+        "wait_for_epoch": version_waits.wait_for_epoch,
         "flush_cache": flush_cache,
     }
     return Handlers(by_name, partial(lose_session_of_partial_piece, updates))

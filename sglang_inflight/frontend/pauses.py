@@ -70,6 +70,8 @@ class Pauses:
         self._ranks = ranks
         # running calls by their callers' new_id
         self._taking: dict[str, SharedCall[Grant]] = {}
+        # set in a tokenizer worker, by the owner's state
+        self.owner_rejects = False
         # called after ``rejects`` may have changed
         self.on_change: Callable[[], None] = lambda: None
         # calls sent and not yet answered by every rank
@@ -163,8 +165,10 @@ class Pauses:
         Requests that are rejected reach no scheduler, so the front end mirrors the ranks' state,
         as for ``is_pause``. A call counts from its sending on: its drain may last long.
         """
-        return any(self._rejecting.values()) or any(
-            call.new_requests == "reject" for call in self._taken
+        return (
+            self.owner_rejects
+            or any(self._rejecting.values())
+            or any(call.new_requests == "reject" for call in self._taken)
         )
 
     async def resume(self, body: ContinueBody) -> Release:

@@ -6,7 +6,7 @@ take such calls, and answer in SGLang's form.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,6 @@ from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.gate import pass_gate
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
 from sglang_inflight.frontend.spans import as_sglang_writes_them
 from sglang_inflight.hooking import (
@@ -98,7 +97,8 @@ def _mount(
     tokenizer_manager: PatchedTokenizerManager,
     port_args: PortArgs,
 ) -> None:
-    from sglang_inflight.frontend.http import generate, ready, routes
+    from sglang_inflight.frontend.http import ready, routes
+    from sglang_inflight.frontend.requests import generate
 
     app: FastAPI = http_server.app
     upstreams = len(app.router.routes)
@@ -185,16 +185,6 @@ async def flush_cache(
 def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     """Return false while each request would end with 503: hollow weights, or behind the fleet."""
     return ready(tm) and tm.inflight.why_not_ready() is None
-
-
-@hook(f"{TOKENIZER_MANAGER}.generate_request", AROUND, when=with_us)
-def generate_request(
-    generate: Callable[..., AsyncGenerator[Any, None]],
-    tm: PatchedTokenizerManager,
-    obj: Any,
-    request: Any = None,
-) -> AsyncGenerator[Any, None]:
-    return pass_gate(tm.inflight, generate(tm, obj, request), obj, request)
 
 
 @hook(f"{TOKENIZER_MANAGER}._init_req_state", BEFORE, when=with_us)

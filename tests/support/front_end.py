@@ -87,7 +87,7 @@ from sglang_inflight.vocabulary.calls import TABLE
 FIRST = Rank(0, 0, 0)
 # type of a body -> its call; GETs share one
 NAMES = {call.body: call.name for call in TABLE.values()}
-NO_ADMISSION: Any = SimpleNamespace(wait_for_epoch=None)
+NO_WAITS: Any = SimpleNamespace(wait_for_epoch=None)
 NO_FLEET: Any = SimpleNamespace(expect=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
@@ -319,7 +319,7 @@ class FrontEnd:
             self.updates,
             self.memory,
             self.groups,
-            admission=NO_ADMISSION,
+            version_waits=NO_WAITS,
             fleet_version=NO_FLEET,
             ask_status=NO_STATUS,
         )

@@ -12,11 +12,11 @@ from sglang_inflight.client.fields import BeginFields, UpdateFields
 from sglang_inflight.extensions.adapters.adapters import Adapters, add_handlers
 from sglang_inflight.extensions.saves import front_end as saves
 from sglang_inflight.extensions.transparent.windows import Transparent
-from sglang_inflight.frontend.admission import Admission
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary import bodies
@@ -32,7 +32,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         "updates": Updates,
         "memory": Memory,
         "groups": Groups,
-        "admission": Admission,
+        "version_waits": VersionWaits,
         "fleet_version": FleetVersion,
     }
     by_class: Any = {name: each.__new__(each) for name, each in classes.items()}

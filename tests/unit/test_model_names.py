@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_inflight.frontend.model_names import ModelNames
+from sglang_inflight.frontend.requests.model_names import ModelNames
 from sglang_inflight.vocabulary.errors import NotFound, Refused
 
 LOADED = ("policy", "a:b", "served", "s3://bucket/other")

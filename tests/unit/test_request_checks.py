@@ -5,7 +5,9 @@ The crashing values were found on a server without these checks.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,15 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from sglang_inflight.frontend import request_checks
-from sglang_inflight.frontend.request_checks import check_sampling, create_tokenized
+from harness.starting import ROOT
+from sglang_inflight.frontend.requests import checks, contracts, values
+from sglang_inflight.frontend.requests.checks import check_parameters, create_tokenized
+from sglang_inflight.frontend.requests.values import Prompt
+from sglang_inflight.joints import Joint
+from sglang_inflight.plugin import hook_modules
 
 VOCAB = 100
+NO_CONFIG: Any = None
 
 
 def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInput:
@@ -25,13 +32,13 @@ def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInp
     config = SimpleNamespace(
         vocab_size=VOCAB, hidden_size=2, hf_text_config=SimpleNamespace(vocab_size=VOCAB)
     )
-    manager: Any = SimpleNamespace(model_config=config)
+    manager: Any = SimpleNamespace(model_config=config, inflight=None)
     obj: Any = GenerateReqInput(input_ids=[1, 2], sampling_params=sampling, **fields)
     obj.normalize_batch_and_arguments()
 
     def create(*_: Any) -> TokenizedGenerateReqInput:
         params = SamplingParams(**sampling)
-        check_sampling(params, VOCAB)
+        check_parameters(params, VOCAB)
         params.verify(VOCAB)
         return TokenizedGenerateReqInput(
             rid=obj.rid,
@@ -151,21 +158,22 @@ def test_rows_that_sglang_would_mix_up_are_refused(
     )
     getters = ("get_exec", "get_parallel", "get_memory", "get_spec", "get_disagg", "get_schedule")
     for getter in getters:
-        monkeypatch.setattr(request_checks, getter, lambda: settings)
+        monkeypatch.setattr(values, getter, lambda: settings)
     asked: Any = SimpleNamespace(**{name: True}, sampling_params=SamplingParams())
-    request_checks._require_captured_rows(asked)
+    prompt = Prompt(None, None, NO_CONFIG, asked)
+    values.require_captured_rows(None, prompt)
     setattr(settings, setting, value)
     with pytest.raises(ValueError, match=name):
-        request_checks._require_captured_rows(asked)
+        values.require_captured_rows(None, prompt)
     # a server that captures nothing answers without rows, as in SGLang
     setattr(settings.features, f"enable_{name}", False)
-    request_checks._require_captured_rows(asked)
+    values.require_captured_rows(None, prompt)
 
 
 def test_contract_of_a_diffusion_models_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang keeps its requests in queues that no commit looks through."""
     settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
-    monkeypatch.setattr(request_checks, "get_exec", lambda: settings)
+    monkeypatch.setattr(contracts, "get_exec", lambda: settings)
     tokenize({"custom_params": {"exact_weight_version": "v0"}})
     settings.dllm.dllm_algorithm = "LowConfidence"
     tokenize({"custom_params": {"max_version_lag": 1}})
@@ -183,11 +191,30 @@ def test_indexers_choices_that_drafts_overwrite_are_refused(
         disable_overlap_schedule=True,
     )
     for getter in ("get_exec", "get_spec", "get_schedule"):
-        monkeypatch.setattr(request_checks, getter, lambda: settings)
-    monkeypatch.setattr(request_checks, "why_no_rows", lambda: None)
+        monkeypatch.setattr(values, getter, lambda: settings)
+    monkeypatch.setattr(values, "why_no_rows", lambda: None)
     asked: Any = SimpleNamespace(return_indexer_topk=True, sampling_params=SamplingParams())
+    prompt = Prompt(None, None, NO_CONFIG, asked)
     if algorithm is None:
-        request_checks._require_captured_rows(asked)
+        values.require_captured_rows(None, prompt)
         return
     with pytest.raises(ValueError, match="return_indexer_topk"):
-        request_checks._require_captured_rows(asked)
+        values.require_captured_rows(None, prompt)
+
+
+def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {
+        "AT_THE_DOOR": checks.AT_THE_DOOR,
+        "PROMPT": checks.PROMPT,
+        "PARAMETERS": checks.PARAMETERS,
+        "MESSAGE": checks.MESSAGE,
+    }
+    for each in lists.values():
+        if isinstance(each, Joint):
+            monkeypatch.setattr(each, "_functions", ())
+            each.compose(hook_modules())
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## A request's checks")[2]
+    rows = re.findall(r"^\| (?:`(\w+)`)? ?\|.*?\| `(\w+)` \|", text.partition("\n## ")[0], re.M)
+    names = list(itertools.accumulate((name for name, _ in rows), lambda last, new: new or last))
+    said = list(zip(names, (check for _, check in rows), strict=True))
+    assert said == [(name, check.__name__) for name, each in lists.items() for check in each]

@@ -40,9 +40,9 @@ from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, 
 from tests.support.front_end import (
     GRACE_S,
     NAMES,
-    NO_ADMISSION,
     NO_FLEET,
     NO_STATUS,
+    NO_WAITS,
     FrontEnd,
 )
 from tests.support.front_end import no_arguments as no_arguments
@@ -65,7 +65,7 @@ class TransparentPlay(Play):
             self.updates,
             no_memory,
             self.groups,
-            NO_ADMISSION,
+            NO_WAITS,
             NO_FLEET,
             NO_STATUS,
         )

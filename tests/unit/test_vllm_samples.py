@@ -8,21 +8,30 @@ from typing import Any
 import msgspec
 
 from sglang_inflight.extensions.vllm.generate import Generate, GenerateBody
-from sglang_inflight.frontend.admission import demands_of
+from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.checks import find_adapter
+from sglang_inflight.frontend.requests.contracts import fold_contract
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS
 
 
 def read(**sampling: Any) -> Any:
     """Return the normalized request of a body with these sampling parameters."""
-    frontend: Any = SimpleNamespace(
-        model_names=SimpleNamespace(adapter_of=lambda name: None), settings=None
-    )
+    frontend: Any = SimpleNamespace(model_names=SimpleNamespace(adapter_of=lambda name: name))
     manager: Any = None
     request: Any = SimpleNamespace(headers={})
     choices: Any = SimpleNamespace(masks=False, experts=None)
-    said = {"token_ids": [5, 6], "sampling_params": sampling, "min_epoch": 0}
+    said = {
+        "model": "policy",
+        "token_ids": [5, 6],
+        "sampling_params": sampling,
+        "exact_weight_version": "v0",
+    }
     body = msgspec.convert(said, GenerateBody)
     obj = Generate(manager, frontend)._read(body, "mine", request, choices)
+    asked = Asked.of(obj, msgspec.structs.asdict(body), body.model)
+    find_adapter(frontend, asked)
+    fold_contract(frontend, asked)
+    asked.put_into(obj)
     obj.normalize_batch_and_arguments()
     return obj
 
@@ -35,7 +44,7 @@ def test_samples_with_a_seed_are_not_all_equal() -> None:
     assert [one.rid for one in each] == ["mine_0", "mine_1", "mine_2"]
     assert {one.sampling_params["max_new_tokens"] for one in each} == {4}
     assert all(CUSTOM_PARAMS in one.sampling_params for one in each)
-    assert len(demands_of(obj)) == 3
+    assert [one.lora_path for one in each] == ["policy"] * 3
 
 
 def test_samples_without_a_seed_are_sglangs() -> None:

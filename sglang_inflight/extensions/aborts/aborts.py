@@ -103,7 +103,7 @@ class Aborts:
 
 @FRONT_PARTS.join()
 def make_aborts(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Aborts:
-    return Aborts(tokenizer_manager, frontend.admission.abort)
+    return Aborts(tokenizer_manager, frontend.version_waits.abort)
 
 
 def _group_of(state: Any) -> Any:

@@ -22,13 +22,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_inflight.extensions.vllm import VLLMSettings
 from sglang_inflight.extensions.vllm.choices import Choices, describe_prompt, describe_usage
 from sglang_inflight.extensions.vllm.records import Experts, NewTokens, wants_experts
-from sglang_inflight.frontend.admission import demands_of
 from sglang_inflight.frontend.as_sglang import decode
-from sglang_inflight.frontend.http.doors import enter
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
+from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.doors import enter
 from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.bodies import Body, Name
-from sglang_inflight.vocabulary.contracts import Contract, fold_into_sampling, given_in
+from sglang_inflight.vocabulary.contracts import Contract
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
@@ -197,7 +197,6 @@ class Generate:
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._frontend = frontend
-        self._model_names = frontend.model_names
         self._settings = read(VLLMSettings)
         self._for_skyrl = for_skyrl
 
@@ -207,7 +206,9 @@ class Generate:
             rid = body.request_id or uuid.uuid4().hex
             choices = self._choices(body)
             obj = self._read(body, rid, request, choices)
-            await enter(self._frontend, lambda: demands_of(obj), body.request_id, request)
+            asked = Asked.of(obj, msgspec.structs.asdict(body), body.model)
+            await enter(self._frontend, asked, request)
+            asked.put_into(obj)
             if body.stream:
                 return StreamingResponse(
                     self._stream(body, rid, obj, request, choices),
@@ -262,9 +263,7 @@ class Generate:
             raise NotOffered("priority is not offered here; use SGLang's /generate for priorities")
         sampling = body.sampling_params
         prompts: list[int] | list[list[int]] = body.token_ids
-        params: Any = fold_into_sampling(
-            given_in(msgspec.structs.asdict(body)), sampling.for_sglang()
-        )
+        params: Any = sampling.for_sglang()
         if sampling.n > 1 and sampling.seed is not None:
             # SGLang gives all samples one seed, so they would be equal; vLLM counts on from it
             prompts = [body.token_ids] * sampling.n
@@ -285,7 +284,6 @@ class Generate:
             return_routed_experts=choices.experts is not None,
             routed_experts_start_len=sampling.routed_experts_prompt_start,
             stream=bool(body.stream),
-            lora_path=self._model_names.adapter_of(body.model),
             cache_salt=body.cache_salt,
             routed_dp_rank=_dp_rank(request),
         )

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 from sglang_inflight.extensions.vllm.openai_records import OpenAIRecords
 from sglang_inflight.extensions.vllm.records import Experts, wants_experts
-from sglang_inflight.frontend.openai_requests import refusal
+from sglang_inflight.frontend.requests.openai import refusal
 from sglang_inflight.hooking import AROUND, OPENAI_SERVING, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 

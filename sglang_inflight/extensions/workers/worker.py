@@ -180,7 +180,7 @@ class Worker:
             keep(tokenizer_manager.asyncio_tasks, admit_requests(tokenizer_manager))
         self._frontend.is_hollow = state.hollow
         self._frontend.fleet_version.why_behind = state.behind
-        self._frontend.admission.owner_rejects = state.rejects
+        self._frontend.pauses.owner_rejects = state.rejects
         self._adapters.replace_all(state.adapters)
         refs = map(as_sglangs, state.reloadable)
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}

@@ -10,10 +10,10 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 
 from sglang_inflight.frontend.as_sglang import our_fields
-from sglang_inflight.frontend.contracts import REFUSED as CONTRACTS_REFUSED
-from sglang_inflight.frontend.contracts import TAKEN as CONTRACTS_TAKEN
 from sglang_inflight.frontend.http.endpoints import Content, guarded
 from sglang_inflight.frontend.http.refused_fields import RefuseFields
+from sglang_inflight.frontend.requests.contracts import REFUSED as CONTRACTS_REFUSED
+from sglang_inflight.frontend.requests.contracts import TAKEN as CONTRACTS_TAKEN
 from sglang_inflight.vocabulary.answers import Inactive
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.contracts import Contract

@@ -14,8 +14,6 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
 from sglang_inflight.frontend.as_sglang import decode, group_named_in
-from sglang_inflight.frontend.contracts import REFUSED as CONTRACTS_REFUSED
-from sglang_inflight.frontend.contracts import not_taken
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.handlers import Handler, Handlers
 from sglang_inflight.frontend.http.answer_versions import AnswerHeaders
@@ -34,6 +32,8 @@ from sglang_inflight.frontend.http.endpoints import (
     without_body,
 )
 from sglang_inflight.frontend.http.refused_fields import RefuseFields
+from sglang_inflight.frontend.requests.contracts import REFUSED as CONTRACTS_REFUSED
+from sglang_inflight.frontend.requests.contracts import not_taken
 from sglang_inflight.vocabulary.answers import Begun, Grant
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,

@@ -1,4 +1,4 @@
-"""Check requests to SGLang's OpenAI routes: model names, contracts.
+"""The door of SGLang's OpenAI routes.
 
 SGLang ignores an adapter's name in ``model``. Here ``model_names.py`` resolves the name, and an
 unknown name is refused.
@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 from fastapi import HTTPException
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
-from sglang_inflight.frontend.http.doors import enter_openai
+from sglang_inflight.frontend.requests.asked import Asked, as_list, names_of
+from sglang_inflight.frontend.requests.checks import no_adapters
+from sglang_inflight.frontend.requests.doors import enter, read_body
 from sglang_inflight.hooking import AROUND, OPENAI_SERVING, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
@@ -41,8 +45,18 @@ async def handle_request(
 ) -> Any:
     """Wrap all of SGLang's OpenAI routes but ``/v1/responses``, on the front end's event loop."""
     try:
-        _require_model(serving, request)
-        await enter_openai(serving.tokenizer_manager.inflight, request, raw_request)
+        takes_contract = isinstance(request, CompletionRequest | ChatCompletionRequest)
+        asked = Asked(
+            request=request,
+            body=await read_body(raw_request),
+            names=names_of(getattr(request, "rid", None)),
+            model=getattr(request, "model", None),
+            adapters=_adapters_of(request),
+            custom_params=[request.custom_params] if takes_contract else None,
+        )
+        await enter(serving.tokenizer_manager.inflight, asked, raw_request)
+        if asked.custom_params is not None:
+            (request.custom_params,) = asked.custom_params
     except InflightError as error:
         return refusal(request, error)
     return await handle(serving, request, raw_request)
@@ -63,7 +77,7 @@ def parse_model_parameter(
         if adapter is None:
             return serving.tokenizer_manager.served_model_name, None
         if _is_of_responses(serving):
-            raise Refused(_no_adapters(model, "/v1/responses"))
+            raise Refused(no_adapters(model, "/v1/responses"))
     except InflightError as error:
         if _is_of_responses(serving):
             raise HTTPException(error.status, str(error)) from error
@@ -71,26 +85,11 @@ def parse_model_parameter(
     return serving.tokenizer_manager.served_model_name, adapter
 
 
-def _require_model(serving: PatchedOpenAIServing, request: Any) -> None:
-    model = getattr(request, "model", None)
-    adapter = serving.tokenizer_manager.inflight.model_names.adapter_of(model)
-    if adapter is None or isinstance(request, TokenizeRequest | DetokenizeRequest):
-        return
-    if not hasattr(request, "lora_path"):
-        raise Refused(_no_adapters(model, f"a {type(request).__name__}"))
-    also = request.lora_path
-    for name in also if isinstance(also, list) else [also]:
-        if name and name != adapter:
-            raise Refused(
-                f"model names the adapter {adapter!r}, and lora_path {name!r}: pass only one"
-            )
-
-
-def _no_adapters(model: str | None, where: str) -> str:
-    return (
-        f"the model {model!r} is an adapter, and SGLang serves {where} without adapters: use "
-        "/v1/chat/completions, /v1/completions, /v1/embeddings or /generate"
-    )
+def _adapters_of(request: Any) -> list[str | None] | None:
+    if isinstance(request, TokenizeRequest | DetokenizeRequest):
+        # any adapter's tokenizer is the model's
+        return [None]
+    return as_list(request.lora_path) if hasattr(request, "lora_path") else None
 
 
 def _is_of_responses(serving: PatchedOpenAIServing) -> bool:

@@ -1,16 +1,15 @@
-"""Refuse requests that would crash a scheduler.
+"""Checks of values that would crash a scheduler (``checks.py`` has their order).
 
 If a request raises in the scheduler's loop, the scheduler ends, and all of its requests with it.
 On CUDA an index out of bounds ends the process, and catching helps nothing. So the front end
 checks every request where HTTP, gRPC and ``Engine`` meet, alone or in a batch, text or tokens.
-Each check raises ``ValueError``: a 400 over HTTP, the error itself from ``Engine``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -21,16 +20,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
-from sglang_inflight import capabilities
-from sglang_inflight.hooking import (
-    AFTER,
-    AROUND,
-    BEFORE,
-    SAMPLING_PARAMS,
-    TOKENIZER_MANAGER,
-    hook,
-    with_us,
-)
+from sglang_inflight.hooking import AFTER, hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG, RECORDS, Records
 from sglang_inflight.sglang_types import (
@@ -41,32 +31,29 @@ from sglang_inflight.sglang_types import (
     get_schedule,
     get_spec,
 )
-from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, custom_param, read_contract
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+
+class Prompt(NamedTuple):
+    """One prompt of a call."""
+
+    # SGLang's request of this prompt
+    obj: Any
+    input_ids: Sequence[int] | None
+    config: ModelConfig
+    # what goes to the schedulers; None before it is made
+    message: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self.input_ids or ())
 
 
-@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=1)
-def check_contract(params: SamplingParams, *args: Any) -> None:
-    """Raise ``ValueError`` (a 400 over HTTP) for a version contract of wrong types.
-
-    Raise also if this server runs without us: nobody would keep the contract.
-    """
-    try:
-        contract = read_contract(params.custom_params)
-    except Refused as error:
-        raise ValueError(str(error)) from error
-    if contract is not None and (why := why_inactive()) is not None:
-        raise ValueError(f"a version contract: {why}")
-
-
-@hook(f"{SAMPLING_PARAMS}.verify", BEFORE)
-def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
+def check_max_version_lag(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
 
     Raise also if this server runs without us: no scheduler would enforce the limit.
@@ -78,8 +65,7 @@ def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
         )
 
 
-@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=2)
-def check_records(params: SamplingParams, *args: Any) -> None:
+def check_records(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for any value but ``"sampled"`` and ``"recomputed"``.
 
     Raise also if this server runs without us: the records would always be SGLang's.
@@ -122,70 +108,6 @@ if envs.SGLANG_USE_PICKLE_IPC.get():
 _KEPT = {"rid", "http_worker_ipc"}
 
 
-@hook(f"{TOKENIZER_MANAGER}._create_tokenized_object", AROUND, when=with_us)
-def create_tokenized(
-    create: Callable[..., Any],
-    tokenizer_manager: PatchedTokenizerManager,
-    obj: Any,
-    input_text: Any,
-    input_ids: Sequence[int] | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Check a request around the last step before it is sent."""
-    config = tokenizer_manager.model_config
-    # an encoder's placeholders are not token ids, and models do not look them up
-    if input_ids is not None and not obj.contains_mm_input():
-        # a session may hold the whole prompt
-        if not input_ids and not getattr(obj, "session_params", None):
-            raise ValueError("the prompt has no tokens")
-        _require_tokens(input_ids, _embedded(config))
-    if isinstance(obj, GenerateReqInput):
-        _require_count("top_logprobs_num", obj.top_logprobs_num, config.vocab_size)
-        _require_start(obj.logprob_start_len)
-        _require_embeddings(obj.input_embeds, config.hidden_size)
-        _require_processor(obj.custom_logit_processor)
-    if obj.token_indices_to_pool is not None:
-        _require_whole_prompts()
-    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
-        _require_positions(name, getattr(obj, name), len(input_ids or ()))
-    if obj.lora_id is not None and not obj.lora_path:
-        raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
-    tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
-    _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
-    _require_captured_rows(tokenized)
-    _require_types(tokenized)
-    _require_pinnable(tokenizer_manager, obj, tokenized.sampling_params)
-    return tokenized
-
-
-def _require_pinnable(
-    tokenizer_manager: PatchedTokenizerManager, obj: Any, params: SamplingParams
-) -> None:
-    """Raise ``ValueError`` if the request names its weights, and no scheduler can see to it."""
-    contract = read_contract(params.custom_params)
-    if contract is not None and get_exec().dllm.dllm_algorithm is not None:
-        raise ValueError(
-            "a version contract is not possible with --dllm-algorithm: its requests wait in queues "
-            "of their own, where no commit ends them"
-        )
-    if contract is None or contract.weight_version is None:
-        return
-    reasons = {
-        "a session's request uses the KV of others": obj.session_id
-        or getattr(obj, "session_params", None),
-        "embeddings of images, audio and video are cached without their version": (
-            obj.contains_mm_input()
-        ),
-        "a beam search keeps the steps to itself": (params.beam_width or 1) > 1,
-    }
-    can = capabilities.now(tokenizer_manager.inflight.can)
-    why_not = [can.pin, *(why for why, is_so in reasons.items() if is_so)]
-    for why in filter(None, why_not):
-        raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why}")
-
-
-@hook(f"{SAMPLING_PARAMS}.verify", BEFORE, order=3)
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Check sampling parameters before SGLang's own checks, if the server runs with us."""
     if why_inactive() is not None:
@@ -226,21 +148,49 @@ def check_samples(_: None, obj: Any) -> None:
         raise ValueError(f"n must be a whole number from 1 to {MOST_SAMPLES}; got {count!r}")
 
 
-def _embedded(config: ModelConfig) -> int:
-    """Return the number of tokens with an embedding, for some models above ``vocab_size``."""
-    return max(config.vocab_size, config.hf_text_config.vocab_size)
-
-
-def _require_tokens(input_ids: Sequence[int], vocab_size: int) -> None:
-    if not input_ids or (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+def require_tokens(_: object, prompt: Prompt) -> None:
+    """Require tokens of the vocabulary."""
+    input_ids = prompt.input_ids
+    # an encoder's placeholders are not token ids, and models do not look them up
+    if input_ids is None or prompt.obj.contains_mm_input():
+        return
+    if not input_ids:
+        # a session may hold the whole prompt
+        if not getattr(prompt.obj, "session_params", None):
+            raise ValueError("the prompt has no tokens")
+        return
+    # some models have embeddings of tokens above ``vocab_size``
+    known = max(prompt.config.vocab_size, prompt.config.hf_text_config.vocab_size)
+    if min(input_ids) >= 0 and max(input_ids) < known:
         return
     position, token = next(
-        (position, token) for position, token in enumerate(input_ids) if not 0 <= token < vocab_size
+        (position, token) for position, token in enumerate(input_ids) if not 0 <= token < known
     )
     raise ValueError(
         f"the prompt's token at position {position} is {token}, and the vocabulary has "
-        f"{vocab_size} tokens"
+        f"{known} tokens"
     )
+
+
+def require_options(_: object, prompt: Prompt) -> None:
+    obj, config = prompt.obj, prompt.config
+    if isinstance(obj, GenerateReqInput):
+        _require_count("top_logprobs_num", obj.top_logprobs_num, config.vocab_size)
+        _require_start(obj.logprob_start_len)
+        _require_embeddings(obj.input_embeds, config.hidden_size)
+        _require_processor(obj.custom_logit_processor)
+
+
+def require_positions(_: object, prompt: Prompt) -> None:
+    if prompt.obj.token_indices_to_pool is not None:
+        _require_whole_prompts()
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        _require_positions(name, getattr(prompt.obj, name), prompt.length)
+
+
+def require_public_name(_: object, prompt: Prompt) -> None:
+    if prompt.obj.lora_id is not None and not prompt.obj.lora_path:
+        raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
 
 
 def _require_count(name: str, count: Any, most: int) -> None:
@@ -282,8 +232,9 @@ def _require_whole_prompts() -> None:
         )
 
 
-def _require_captured_rows(tokenized: Any) -> None:
+def require_captured_rows(_: object, prompt: Prompt) -> None:
     """Require that SGLang captures the rows of a request, and finds them by the request's slots."""
+    tokenized = prompt.message
     for name in "return_routed_experts", "return_indexer_topk":
         # a server without the option answers without rows
         if getattr(tokenized, name, False) and getattr(get_exec().features, f"enable_{name}"):
@@ -322,13 +273,14 @@ def why_no_rows() -> str | None:
     return None
 
 
-def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:
+def require_overrides(_: object, prompt: Prompt) -> None:
     """Check overrides. HTTP lets any value through, but cannot carry ``PositionalEmbeds``."""
+    overrides, config = prompt.message.positional_embed_overrides, prompt.config
     if overrides is None:
         return
     if not isinstance(overrides, PositionalEmbeds):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, from Python alone")
-    _require_positions("positional_embed_overrides", overrides.positions, tokens)
+    _require_positions("positional_embed_overrides", overrides.positions, prompt.length)
     width = overrides.embeds.shape[-1] if isinstance(overrides.embeds, torch.Tensor) else None
     if width not in (None, config.hidden_size):
         raise ValueError(
@@ -348,6 +300,10 @@ def _require_processor(processor: Any) -> None:
 
 class _Processor(msgspec.Struct):
     callable: str
+
+
+def require_types(_: object, prompt: Prompt) -> None:
+    _require_types(prompt.message)
 
 
 def _require_types(message: msgspec.Struct, within: str = "") -> None:

@@ -1,20 +1,26 @@
-"""The gate in front of ``TokenizerManager.generate_request``, which every request passes.
+"""The door of ``Engine``, gRPC, and HTTP's routes without a door of their own.
 
-HTTP's generating routes have doors of their own (``http/doors.py``), and their requests pass here
-at once. ``Engine``, gRPC and all other routes wait here.
+It stands before ``TokenizerManager.generate_request``, where all requests meet. A request that its
+route's door has let in passes at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_inflight.frontend.admission import demands_of, is_health_check, names_of
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.answer_versions import AnswerVersions, headers_of
+from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.checks import admit
+from sglang_inflight.hooking import AROUND, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
 
 
 class EndedInStream(ValueError):
@@ -25,19 +31,24 @@ class EndedInStream(ValueError):
         self.status_code = status
 
 
+@hook(f"{TOKENIZER_MANAGER}.generate_request", AROUND, when=with_us)
 async def pass_gate(
-    frontend: Frontend, outputs: AsyncGenerator[Any, None], obj: Any, request: Any
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    tokenizer_manager: PatchedTokenizerManager,
+    obj: Any,
+    request: Any = None,
 ) -> AsyncGenerator[Any, None]:
-    """Yield ``outputs`` of ``obj`` once the request may go to the schedulers.
+    """Yield the outputs of ``obj`` once the request may go to the schedulers.
 
     Raises an ``HTTPException`` for a whole answer by HTTP, whose status SGLang's routes read, and
     ``EndedInStream`` for a stream. Raises the error itself for ``Engine``.
     """
+    outputs = generate(tokenizer_manager, obj, request)
     notes = AnswerVersions.of(request)
     is_stream = bool(getattr(obj, "stream", False))
     try:
-        if not notes.is_let_through and not is_health_check(obj):
-            await _wait(frontend, obj)
+        if not notes.is_let_through:
+            await _let_in(tokenizer_manager.inflight, Asked.of(obj, body={}))
         async for output in outputs:
             if notes.start is None:
                 notes.note(output, is_whole=not is_stream)
@@ -57,8 +68,6 @@ async def pass_gate(
         await outputs.aclose()
 
 
-async def _wait(frontend: Frontend, obj: Any) -> None:
-    frontend.admission.require_open()
-    demands = demands_of(obj)
-    if demands and frontend.admission.must_wait(demands):
-        await frontend.admission.wait(demands, names_of(obj.rid))
+async def _let_in(frontend: Frontend, asked: Asked) -> None:
+    if not any(name.startswith(HEALTH_CHECK_RID_PREFIX) for name in asked.names):
+        await admit(frontend, asked)

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate`` behind a door of ours, which takes a version contract.
+"""The door of SGLang's ``/generate``.
 
 FastAPI parses the body for our route as for SGLang's, and SGLang's own function answers.
 """
@@ -12,8 +12,9 @@ from fastapi import FastAPI, Request, Response
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.http.doors import enter_generate
 from sglang_inflight.frontend.http.endpoints import refusal
+from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.doors import enter, read_body
 from sglang_inflight.vocabulary.errors import InflightError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ def mount(app: FastAPI, http_server: ModuleType, frontend: Frontend) -> None:
 
     async def generate_request(obj: GenerateReqInput, request: Request) -> Response:
         try:
-            await enter_generate(frontend, obj, request)
+            asked = Asked.of(obj, await read_body(request))
+            await enter(frontend, asked, request)
+            asked.put_into(obj)
         except InflightError as error:
             logger.warning("%s refused: %s", request.url.path, error)
             return refusal(error)
