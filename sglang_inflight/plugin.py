@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # the core's modules that declare hooks (``hooking.py``)
 HOOK_MODULES = (
+    "sglang_inflight.frontend.aio",
     "sglang_inflight.frontend.control_calls",
     "sglang_inflight.frontend.engine.hooks",
     "sglang_inflight.frontend.http.endpoints",

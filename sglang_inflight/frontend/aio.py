@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_inflight.hooking import BEFORE, TOKENIZER_MANAGER, hook, with_us
 from sglang_inflight.vocabulary.errors import Gone, InflightError, OutcomeUnknown
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ class Lifetime:
         # one for each waiting call
         self._ends: set[asyncio.Future[None]] = set()
 
-    def require(self) -> None:
+    @hook(f"{TOKENIZER_MANAGER}._init_req_state", BEFORE, via="inflight.lifetime", when=with_us)
+    def require(self, *_: Any) -> None:
         """Raise ``Gone`` after ``end``."""
         if self._why_over is not None:
             raise Gone(self._why_over)

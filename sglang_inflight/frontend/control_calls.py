@@ -4,8 +4,6 @@ SGLang takes the next answer of the right type for the answer. After a caller ga
 answer goes to the next caller, whose call then seems done. In SGLang a raising handler sends no
 answer, and only the first rank of a replica answers. Here every rank answers, also with a
 failure. A rank on a silent node is not waited for.
-
-This module hooks ``FanOutCommunicator.handle_recv``.
 """
 
 from __future__ import annotations
@@ -84,14 +82,17 @@ class ControlCalls:
             if isinstance(value, Communicator):
                 vars(value)["inflight"] = self
 
-    async def call(self, communicator: FanOutCommunicator[Any], request: BaseReq) -> list[Any]:
-        """Send ``request`` and return every replica's answer.
+    @staticmethod
+    @hook(f"{COMMUNICATOR}.queueing_call", REPLACE, when=with_us)
+    async def call(communicator: Any, obj: BaseReq) -> list[Any]:
+        """Send ``obj`` and return every replica's answer.
 
         Raises a failed rank's error, ``HandlerFailed`` if the error has no type of ours, and
         ``OutcomeUnknown`` if a rank is silent.
         """
-        answers = await self._lifetime.unless_shut_down(self._call(communicator, request))
-        return await self.after(request, answers)
+        self: ControlCalls = communicator.inflight
+        answers = await self._lifetime.unless_shut_down(self._call(communicator, obj))
+        return await self.after(obj, answers)
 
     async def _call(self, communicator: FanOutCommunicator[Any], request: BaseReq) -> list[Any]:
         async with communicator._queueing_lock:

@@ -60,7 +60,7 @@ class Frontend(HasParts):
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
-        self._tasks = tokenizer_manager.asyncio_tasks
+        self.tokenizer_manager = tokenizer_manager
         # whether this process is one of several tokenizer workers
         self.is_worker = False
         self.lifetime = Lifetime(tokenizer_manager)
@@ -154,7 +154,7 @@ class Frontend(HasParts):
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Run ``doing`` without a waiting caller; log its failure."""
-        keep(self._tasks, _logged(doing))
+        keep(self.tokenizer_manager.asyncio_tasks, _logged(doing))
 
     @property
     def queues_in_pauses(self) -> bool:

@@ -20,8 +20,6 @@ from sglang_inflight.frontend.spans import as_sglang_writes_them
 from sglang_inflight.hooking import (
     AFTER,
     AROUND,
-    BEFORE,
-    COMMUNICATOR,
     REPLACE,
     TOKENIZER_MANAGER,
     hook,
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs
     from starlette.routing import BaseRoute
 
-    from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import ServerArgs, TokenizerManager
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -187,11 +185,6 @@ def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     return ready(tm) and tm.inflight.why_not_ready() is None
 
 
-@hook(f"{TOKENIZER_MANAGER}._init_req_state", BEFORE, when=with_us)
-def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
-    tm.inflight.lifetime.require()
-
-
 @hook(f"{TOKENIZER_MANAGER}.update_request_meta_info", AROUND, when=with_us)
 def take_values_of_requests(
     accumulate: Callable[..., None],
@@ -209,12 +202,6 @@ def take_values_of_requests(
         if values is not None and values[index] is not None and not as_sglang_writes_them():
             meta_info[key] = values[index]
     accumulate(tm, meta_info, state, rest, index, *args)
-
-
-@hook(f"{COMMUNICATOR}.queueing_call", REPLACE, when=with_us)
-async def send_control_call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
-    """Replace ``FanOutCommunicator.queueing_call``."""
-    return await communicator.inflight.call(communicator, obj)
 
 
 _OF_REQUESTS = (KV_VERSIONS, RECORDS)

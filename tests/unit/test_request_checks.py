@@ -21,7 +21,7 @@ from sglang_inflight.frontend.requests import checks, contracts, values
 from sglang_inflight.frontend.requests.checks import check_parameters, create_tokenized
 from sglang_inflight.frontend.requests.values import Prompt
 from sglang_inflight.joints import Joint
-from sglang_inflight.plugin import hook_modules
+from sglang_inflight.plugin import every_hook, hook_modules
 
 VOCAB = 100
 NO_CONFIG: Any = None
@@ -209,6 +209,8 @@ def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch)
         "PARAMETERS": checks.PARAMETERS,
         "MESSAGE": checks.MESSAGE,
     }
+    # imports all modules
+    assert every_hook()
     for each in lists.values():
         if isinstance(each, Joint):
             monkeypatch.setattr(each, "_functions", ())

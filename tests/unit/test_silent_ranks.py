@@ -35,10 +35,11 @@ class FrontEnd:
         self.ranks = Ranks(manager, lifetime)
         self.control_calls = ControlCalls(self.ranks, lifetime)
         self.communicator: Any = FanOutCommunicator(self.sent.put_nowait, 1)
+        self.communicator.inflight = self.control_calls
 
     async def flush(self) -> list[Any]:
         """SGLang's own flush."""
-        return await self.control_calls.call(self.communicator, FlushCacheReqInput())
+        return await ControlCalls.call(self.communicator, FlushCacheReqInput())
 
 
 @pytest.fixture(autouse=True)

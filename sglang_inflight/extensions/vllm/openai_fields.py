@@ -9,7 +9,7 @@ field without effect on tokens or answer, such as ``request_id``, is ignored.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,11 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 from sglang_inflight.extensions.vllm.openai_records import OpenAIRecords
 from sglang_inflight.extensions.vllm.records import Experts, wants_experts
-from sglang_inflight.frontend.requests.openai import refusal
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.checks import AT_THE_DOOR
 from sglang_inflight.hooking import AROUND, OPENAI_SERVING, TOKENIZER_MANAGER, hook, with_us
-from sglang_inflight.vocabulary.errors import InflightError, Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedOpenAIServing
@@ -86,7 +88,7 @@ class VLLMFields:
     def __init__(
         self,
         request: CompletionRequest | ChatCompletionRequest,
-        body: dict[str, Any],
+        body: Mapping[str, Any],
         tokenizer_manager: TokenizerManager,
     ) -> None:
         """Set SGLang's fields in ``request``. Raises ``Refused`` for fields without equivalent."""
@@ -138,7 +140,7 @@ class VLLMFields:
 
 def _records(
     request: CompletionRequest | ChatCompletionRequest,
-    body: dict[str, Any],
+    body: Mapping[str, Any],
     tokenizer_manager: TokenizerManager,
 ) -> OpenAIRecords:
     start = body.get("routed_experts_prompt_start", 0)
@@ -159,7 +161,7 @@ def _records(
 
 def _prompt_logprobs(
     request: CompletionRequest | ChatCompletionRequest,
-    body: dict[str, Any],
+    body: Mapping[str, Any],
     tokenizer_manager: TokenizerManager,
 ) -> int | None:
     count = body.get("prompt_logprobs")
@@ -178,22 +180,24 @@ def _prompt_logprobs(
 _asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
 
 
+@AT_THE_DOOR.join(order=30)
+def read_fields(frontend: Frontend, asked: Asked) -> None:
+    """Serve or refuse vLLM's fields of a request to an OpenAI route."""
+    if isinstance(asked.request, CompletionRequest | ChatCompletionRequest):
+        VLLMFields(asked.request, asked.body, frontend.tokenizer_manager)
+
+
 @hook(f"{OPENAI_SERVING}.handle_request", AROUND, order=-1, when=with_us)
-async def read_fields(
+async def finish_answer(
     handle: Callable[..., Awaitable[Any]],
     serving: PatchedOpenAIServing,
     request: Any,
     raw_request: Any,
 ) -> Any:
-    """Serve or refuse vLLM's fields of a request that the core has let in."""
-    if not isinstance(request, CompletionRequest | ChatCompletionRequest):
-        return await handle(serving, request, raw_request)
-    try:
-        # no second parse: the request caches FastAPI's JSON
-        fields = VLLMFields(request, await raw_request.json(), serving.tokenizer_manager)
-    except InflightError as error:
-        return refusal(request, error)
-    return fields.finish(await handle(serving, request, raw_request))
+    """Finish the answer to a request that the doors have let in."""
+    answer = await handle(serving, request, raw_request)
+    asked = _asked.get()
+    return answer if asked is None else asked.finish(answer)
 
 
 @hook(f"{TOKENIZER_MANAGER}.generate_request", AROUND, order=-1, when=with_us)
@@ -262,7 +266,7 @@ def _means_something(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", [], {})
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
+def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value not in (None, True, False):
         raise Refused(f"{name} must be true or false")
