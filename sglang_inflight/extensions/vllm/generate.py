@@ -25,7 +25,7 @@ from sglang_inflight.extensions.vllm.records import Experts, NewTokens, wants_ex
 from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
 from sglang_inflight.frontend.requests.asked import Asked
-from sglang_inflight.frontend.requests.doors import enter
+from sglang_inflight.frontend.requests.checks import admit
 from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.bodies import Body, Name
 from sglang_inflight.vocabulary.contracts import Contract
@@ -207,7 +207,7 @@ class Generate:
             choices = self._choices(body)
             obj = self._read(body, rid, request, choices)
             asked = Asked.of(obj, msgspec.structs.asdict(body), body.model)
-            await enter(self._frontend, asked, request)
+            await admit(self._frontend, asked, request)
             asked.put_into(obj)
             if body.stream:
                 return StreamingResponse(

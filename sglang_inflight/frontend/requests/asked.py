@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from sglang_inflight.vocabulary.contracts import CUSTOM_PARAMS
 
 
@@ -59,6 +61,19 @@ class Asked:
         custom, adapters = self.custom_params or [None], self.adapters or [None]
         count = max(len(custom), len(adapters))
         return zip(_spread(custom, count), _spread(adapters, count), strict=False)
+
+
+async def read_body(request: Any) -> Mapping[str, Any]:
+    """Return the fields of an HTTP request's body, parsed and cached by FastAPI.
+
+    gRPC's requests have no body.
+    """
+    if not isinstance(request, Request):
+        return {}
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        return await request.form()
+    body = await request.json()
+    return body if isinstance(body, Mapping) else {}
 
 
 def as_list(value: Any) -> list[Any]:

@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
+
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.answer_versions import AnswerVersions
+from sglang_inflight.frontend.http.endpoints import while_connected
 from sglang_inflight.frontend.requests import contracts, values
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.hooking import (
@@ -120,22 +124,20 @@ MESSAGE: Joint[PromptCheck] = Joint(
 )
 
 
-async def admit(
-    frontend: Frontend,
-    asked: Asked,
-    during: Callable[[Awaitable[None]], Awaitable[None]] | None = None,
-) -> None:
-    """Return when the request may go to the schedulers.
+async def admit(frontend: Frontend, asked: Asked, request: Any = None) -> None:
+    """Return when the request may go to the schedulers, and let it pass ``gate.py`` at once.
 
-    ``during`` awaits what a check waits for. Raises the ``InflightError`` of the first check that
-    refuses the request.
+    A wait ends with the connection of an HTTP ``request``. Raises the ``InflightError`` of the
+    first check that refuses the request.
     """
     for check in AT_THE_DOOR:
         waiting = check(frontend, asked)
         if waiting is not None:
-            await (waiting if during is None else during(waiting))
+            is_http = isinstance(request, Request)
+            await (while_connected(request, waiting) if is_http else waiting)
             # a pause may have begun meanwhile
             require_open(frontend, asked)
+    AnswerVersions.of(request).is_let_through = True
 
 
 @hook(f"{SAMPLING_PARAMS}.verify", BEFORE)

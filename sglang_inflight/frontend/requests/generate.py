@@ -1,6 +1,8 @@
 """The door of SGLang's ``/generate``.
 
-FastAPI parses the body for our route as for SGLang's, and SGLang's own function answers.
+FastAPI parses the body for our route as for SGLang's, and SGLang's own function answers. The checks
+come before an answer begins, so a refusal is a 503 for a stream, too. SGLang would begin a stream
+with 200 first.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import refusal
-from sglang_inflight.frontend.requests.asked import Asked
-from sglang_inflight.frontend.requests.doors import enter, read_body
+from sglang_inflight.frontend.requests.asked import Asked, read_body
+from sglang_inflight.frontend.requests.checks import admit
 from sglang_inflight.vocabulary.errors import InflightError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ def mount(app: FastAPI, http_server: ModuleType, frontend: Frontend) -> None:
     async def generate_request(obj: GenerateReqInput, request: Request) -> Response:
         try:
             asked = Asked.of(obj, await read_body(request))
-            await enter(frontend, asked, request)
+            await admit(frontend, asked, request)
             asked.put_into(obj)
         except InflightError as error:
             logger.warning("%s refused: %s", request.url.path, error)

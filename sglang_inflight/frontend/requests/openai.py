@@ -21,9 +21,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 
 from sglang_inflight.frontend.http.answer_versions import content_of, headers_of
-from sglang_inflight.frontend.requests.asked import Asked, as_list, names_of
-from sglang_inflight.frontend.requests.checks import no_adapters
-from sglang_inflight.frontend.requests.doors import enter, read_body
+from sglang_inflight.frontend.requests.asked import Asked, as_list, names_of, read_body
+from sglang_inflight.frontend.requests.checks import admit, no_adapters
 from sglang_inflight.hooking import AROUND, OPENAI_SERVING, hook, with_us
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
@@ -54,7 +53,7 @@ async def handle_request(
             adapters=_adapters_of(request),
             custom_params=[request.custom_params] if takes_contract else None,
         )
-        await enter(serving.tokenizer_manager.inflight, asked, raw_request)
+        await admit(serving.tokenizer_manager.inflight, asked, raw_request)
         if asked.custom_params is not None:
             (request.custom_params,) = asked.custom_params
     except InflightError as error:

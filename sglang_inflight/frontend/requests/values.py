@@ -48,10 +48,6 @@ class Prompt(NamedTuple):
     # what goes to the schedulers; None before it is made
     message: Any = None
 
-    @property
-    def length(self) -> int:
-        return len(self.input_ids or ())
-
 
 def check_max_version_lag(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
@@ -173,63 +169,65 @@ def require_tokens(_: object, prompt: Prompt) -> None:
 
 
 def require_options(_: object, prompt: Prompt) -> None:
+    """Require options in their range. A processor is decoded and not run: schedulers run it."""
     obj, config = prompt.obj, prompt.config
-    if isinstance(obj, GenerateReqInput):
-        _require_count("top_logprobs_num", obj.top_logprobs_num, config.vocab_size)
-        _require_start(obj.logprob_start_len)
-        _require_embeddings(obj.input_embeds, config.hidden_size)
-        _require_processor(obj.custom_logit_processor)
-
-
-def require_positions(_: object, prompt: Prompt) -> None:
-    if prompt.obj.token_indices_to_pool is not None:
-        _require_whole_prompts()
-    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
-        _require_positions(name, getattr(prompt.obj, name), prompt.length)
-
-
-def require_public_name(_: object, prompt: Prompt) -> None:
-    if prompt.obj.lora_id is not None and not prompt.obj.lora_path:
-        raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
-
-
-def _require_count(name: str, count: Any, most: int) -> None:
-    if not isinstance(count, int) or not 0 <= count <= most:
-        raise ValueError(f"{name} is {count!r}, and must be from 0 to {most}, the vocabulary")
-
-
-def _require_start(start: Any) -> None:
+    if not isinstance(obj, GenerateReqInput):
+        return
+    count, start = obj.top_logprobs_num, obj.logprob_start_len
+    if not isinstance(count, int) or not 0 <= count <= config.vocab_size:
+        raise ValueError(
+            f"top_logprobs_num is {count!r}, and must be from 0 to {config.vocab_size}, the "
+            "vocabulary"
+        )
     if not isinstance(start, int) or start < -1:
         raise ValueError(
             f"logprob_start_len is {start!r}, and must be -1 (the output's tokens alone) or more"
         )
-
-
-def _require_embeddings(embeddings: Any, hidden_size: int) -> None:
-    for position, embedding in enumerate(embeddings or ()):
-        if not isinstance(embedding, list) or len(embedding) != hidden_size:
+    for position, embedding in enumerate(obj.input_embeds or ()):
+        if not isinstance(embedding, list) or len(embedding) != config.hidden_size:
             raise ValueError(
-                f"input_embeds must be lists of {hidden_size} numbers; the one at position "
+                f"input_embeds must be lists of {config.hidden_size} numbers; the one at position "
                 f"{position} is not"
             )
+    try:
+        if obj.custom_logit_processor:
+            processor = msgspec.json.decode(obj.custom_logit_processor, type=_Processor)
+            bytes.fromhex(processor.callable)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ValueError(f"custom_logit_processor is not what to_str() gives: {error}") from error
 
 
-def _require_positions(name: str, positions: Any, tokens: int) -> None:
+class _Processor(msgspec.Struct):
+    callable: str
+
+
+def require_positions(_: object, prompt: Prompt) -> None:
+    """Require positions of the prompt, and for some that a step computes whole prompts.
+
+    ``token_indices_to_pool`` count in the whole prompt, and index the tokens computed by one step.
+    SGLang's own calls for scores compute whole prompts.
+    """
+    if prompt.obj.token_indices_to_pool is not None and (
+        not get_memory().disable_radix_cache or get_schedule().chunked_prefill_size != -1
+    ):
+        raise ValueError(
+            "token_indices_to_pool needs a server with --disable-radix-cache and "
+            "--chunked-prefill-size -1"
+        )
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        _require_positions(name, getattr(prompt.obj, name), prompt)
+
+
+def _require_positions(name: str, positions: Any, prompt: Prompt) -> None:
+    tokens = len(prompt.input_ids or ())
     for position in positions or ():
         if not isinstance(position, int) or not 0 <= position < tokens:
             raise ValueError(f"{name} has {position!r}, and the prompt has {tokens} tokens")
 
 
-def _require_whole_prompts() -> None:
-    """Require that a step computes whole prompts, as SGLang's own calls for scores do.
-
-    The positions count in the whole prompt, and index the tokens computed by one step.
-    """
-    if not get_memory().disable_radix_cache or get_schedule().chunked_prefill_size != -1:
-        raise ValueError(
-            "token_indices_to_pool needs a server with --disable-radix-cache and "
-            "--chunked-prefill-size -1"
-        )
+def require_public_name(_: object, prompt: Prompt) -> None:
+    if prompt.obj.lora_id is not None and not prompt.obj.lora_path:
+        raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
 
 
 def require_captured_rows(_: object, prompt: Prompt) -> None:
@@ -280,26 +278,12 @@ def require_overrides(_: object, prompt: Prompt) -> None:
         return
     if not isinstance(overrides, PositionalEmbeds):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, from Python alone")
-    _require_positions("positional_embed_overrides", overrides.positions, prompt.length)
+    _require_positions("positional_embed_overrides", overrides.positions, prompt)
     width = overrides.embeds.shape[-1] if isinstance(overrides.embeds, torch.Tensor) else None
     if width not in (None, config.hidden_size):
         raise ValueError(
             f"positional_embed_overrides have width {width}; the model has {config.hidden_size}"
         )
-
-
-def _require_processor(processor: Any) -> None:
-    """Check a processor's encoding without running it; schedulers run it."""
-    if not processor:
-        return
-    try:
-        bytes.fromhex(msgspec.json.decode(processor, type=_Processor).callable)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ValueError(f"custom_logit_processor is not what to_str() gives: {error}") from error
-
-
-class _Processor(msgspec.Struct):
-    callable: str
 
 
 def require_types(_: object, prompt: Prompt) -> None:
