@@ -54,8 +54,8 @@ async def handle_request(
             custom_params=[request.custom_params] if takes_contract else None,
         )
         await admit(serving.tokenizer_manager.inflight, asked, raw_request)
-        if asked.custom_params is not None:
-            (request.custom_params,) = asked.custom_params
+        if takes_contract and asked.custom_params != [request.custom_params]:
+            (request.custom_params,) = asked.custom_params or [None]
     except InflightError as error:
         return refusal(request, error)
     return await handle(serving, request, raw_request)
