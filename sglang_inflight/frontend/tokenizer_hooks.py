@@ -96,14 +96,14 @@ def _mount(
     port_args: PortArgs,
 ) -> None:
     from sglang_inflight.frontend.http import ready, routes
-    from sglang_inflight.frontend.requests import generate
+    from sglang_inflight.frontend.requests import doors
 
     app: FastAPI = http_server.app
     upstreams = len(app.router.routes)
     routes.mount(app, frontend)
     for add_routes in ROUTES:
         add_routes(app, frontend, tokenizer_manager)
-    generate.mount(app, http_server, frontend)
+    doors.mount_generate(app, http_server, frontend)
     ready.mount(app, frontend, tokenizer_manager)
     ours = app.router.routes[: len(app.router.routes) - upstreams]
     for change in MOUNTED:

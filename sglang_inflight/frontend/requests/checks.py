@@ -1,9 +1,8 @@
 """What may refuse a request, and in which order.
 
-**At the door** (``AT_THE_DOOR``), before an answer begins. Each route has a door: ``/generate``
-(``generate.py``), SGLang's OpenAI routes (``openai.py``), extensions' own routes, and one for
-``Engine``, gRPC and all other routes (``gate.py``). A door describes its request (``asked.py``),
-awaits ``admit``, and turns an ``InflightError`` into its route's answer.
+**At the door** (``AT_THE_DOOR``). Each route has a door (``doors.py``, and extensions for routes of
+their own). A door describes its request (``asked.py``), awaits ``admit``, and turns an
+``InflightError`` into its route's answer.
 
 **At the tokenizer**, for each prompt of the call: the prompt (``PROMPT``), its sampling parameters
 (``PARAMETERS``), and what would go to the schedulers (``MESSAGE``). A check raises ``ValueError``:
@@ -125,7 +124,7 @@ MESSAGE: Joint[PromptCheck] = Joint(
 
 
 async def admit(frontend: Frontend, asked: Asked, request: Any = None) -> None:
-    """Return when the request may go to the schedulers, and let it pass ``gate.py`` at once.
+    """Return when the request may go to the schedulers, and let it pass the last door at once.
 
     A wait ends with the connection of an HTTP ``request``. Raises the ``InflightError`` of the
     first check that refuses the request.
