@@ -67,7 +67,8 @@ from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.layout import name_layout
-from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
+from sglang_inflight.scheduler.update.live_machine import Previous
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence

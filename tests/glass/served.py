@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.glass.platform import exchange_by_card
 from sglang_inflight.scheduler.update.changes.recording import Budget
+from sglang_inflight.scheduler.update.live_machine import ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -63,7 +64,7 @@ class Served:
             device="glass", device_module=glass, forward_stream=self.forward_stream
         )
         self.live = LiveWeights(scheduler)
-        self.live.digest = "start"
+        self.live.move(ReadDigest("start"))
         self._overlaps = overlaps
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self.rank = Rank(mode, model, served=shapes, device=GLASS, budget=budget)

@@ -23,10 +23,11 @@ from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
+from sglang_inflight.scheduler.update.live_machine import Open
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
-from sglang_inflight.scheduler.update.swap import SPARE_BYTES, swap_for
+from sglang_inflight.scheduler.update.swap import SPARE_BYTES, PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
@@ -63,7 +64,7 @@ def test_pinned_changes_outlive_the_exchanges_that_use_them() -> None:
         release = glass.hold(served.forward_stream)
         served.run()
     # an update opens meanwhile, and forgets what the last one recorded
-    served.live.lose_previous()
+    served.live.move(Open(partial=False))
     served.rank._jobs._shadows.form.begin()
     # a step copies results to the host
     results = [torch.full((ROWS, COLUMNS), 7.0).pin_memory() for _ in range(4)]
@@ -258,7 +259,7 @@ class ServedResidual(Served):
     def __init__(self) -> None:
         super().__init__(on_device(Residual()))
         self.made = self.rank.shadowed.made_by_forwards
-        self.live.made_by_forwards = [self.made]
+        self.live.attach({"target": self.made}, free=PreparedSwap.free)
 
 
 @on_card()

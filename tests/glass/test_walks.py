@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_inflight.scheduler.update.live_machine import Open
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.glass.card import in_child
@@ -87,15 +88,13 @@ class Walk:
                 self._run(self._previous)
 
     def _roll_back(self) -> None:
-        if (previous := self._live.reachable) is not None:
-            assert previous.digest is not None
-            base = VersionLabel(0, "v0")
-            self._live.swap_in(previous.digest, previous.swap, base=base, returns_to=previous)
+        if self._live.reachable is not None:
+            self._live.swap_back(base=VersionLabel(0, "v0"))
             self._now, self._previous = self._previous, self._now
 
     def _update(self, *, commits: bool = True) -> None:
-        self._live.lose_previous()
         new, calls, is_partial = self._draw_update()
+        self._live.move(Open(is_partial))
         sealed: list[Any] = []
         failed: list[BaseException] = []
 

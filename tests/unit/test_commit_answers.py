@@ -9,6 +9,7 @@ import pytest
 
 from sglang_inflight.messages import CommitCall, Committed
 from sglang_inflight.scheduler.update.commit import CommitAnswers
+from sglang_inflight.scheduler.update.live_machine import ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -24,7 +25,7 @@ class Rank:
             device=device, device_module=self.module, forward_stream=self.module.Stream()
         )
         self.live = LiveWeights(scheduler)
-        self.live.digest = "old"
+        self.live.move(ReadDigest("old"))
         self.said: list[tuple[str, float]] = []
         self.observed: list[float] = []
         answers: Any = SimpleNamespace(

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_resources
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.update import worker
+from sglang_inflight.scheduler.update.live_machine import ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import Pairs, PreparedSwap
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -59,10 +60,10 @@ class OnDevice:
 
 def swap_in(loop: Any) -> LiveWeights:
     weights = LiveWeights(loop)
-    weights.digest = "old"
+    weights.move(ReadDigest("old"))
     pair = torch.ones(1), torch.zeros(1)
     swap = PreparedSwap(OnDevice(loop.device_module), (pair,))
-    assert weights.swap_in("new", swap, base=VersionLabel(0, "v0")) == pair[0].nbytes
+    assert weights.swap_in("new", swap, base=VersionLabel(0, "v0")).nbytes == pair[0].nbytes
     return weights
 
 

@@ -16,6 +16,7 @@ from sglang_inflight.messages import OpenCall
 from sglang_inflight.scheduler.update.changes.encoding import bits_of, find_changes
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.commit import CommitAnswers
+from sglang_inflight.scheduler.update.live_machine import Open, ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import Staging
@@ -39,9 +40,9 @@ class OnDevice:
             device="cuda", device_module=module, forward_stream=module.Stream()
         )
         self.live = LiveWeights(scheduler)
-        self.live.digest = "old"
+        self.live.move(ReadDigest("old"))
         self.worker = ManualWorker()
-        self.live.free = lambda swap: self.worker.do(swap.free)
+        self.live.attach({}, free=lambda swap: self.worker.do(swap.free))
         none: Any = None
         jobs: Any = SimpleNamespace(
             forget_shadows=lambda: None,
@@ -136,13 +137,13 @@ def test_changes_are_held_until_the_device_has_exchanged_them(
 def test_commit_exchanges_pointers_after_an_opening_on_a_cpu() -> None:
     """A swap holds the memory it exchanges, and memory with other users is copied."""
     live = LiveWeights(SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
-    live.digest = "old"
+    live.move(ReadDigest("old"))
     worker = ManualWorker()
-    live.free = lambda swap: worker.do(swap.free)
+    live.attach({}, free=lambda swap: worker.do(swap.free))
     pair = torch.zeros(4), torch.ones(4)
     for _ in range(3):
         # the staging thread frees it before it stages
-        live.lose_previous()
+        live.move(Open(partial=True))
         worker.work()
         before = [tensor.data_ptr() for tensor in pair]
         live.swap_in("new", PreparedSwap(swap_for(CPU), (pair,)), base=VersionLabel(0, "v0"))

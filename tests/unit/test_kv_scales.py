@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.update import commit as commit_module
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.live_machine import ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
@@ -216,7 +217,7 @@ def test_rollback_of_a_changed_scale_needs_all_kv_anew(monkeypatch: pytest.Monke
     monkeypatch.setattr(commit_module, "is_true_on_any_rank", lambda here: here)
     scheduler: Any = SimpleNamespace(device="cpu")
     live = LiveWeights(scheduler)
-    live.digest = "before"
+    live.move(ReadDigest("before"))
     swap = PreparedSwap(how=swap_for(CPU))
     live.swap_in("now", swap, base=VersionLabel(0, "v0"), kv_scale=CHANGE)
     nothing: Any = SimpleNamespace()
@@ -228,7 +229,6 @@ def test_rollback_of_a_changed_scale_needs_all_kv_anew(monkeypatch: pytest.Monke
         commits.roll_back(call)
     assert live.digest == "now"
     # the rollback of a rollback brings the other scale back
-    before = live.previous
-    live.swap_in("before", swap, base=VersionLabel(1, "v1"), returns_to=before, kv_scale=CHANGE)
+    live.swap_back(base=VersionLabel(1, "v1"))
     with pytest.raises(Refused, match=r"the rollback changes 'attn\.k_scale_float'"):
         commits.roll_back(call)

@@ -161,7 +161,7 @@ class Rank:
         self.made.end_start(of_sglang, holds_graphs=holds_graphs)
         scheduler: Any = SimpleNamespace(device="cpu")
         self.live = LiveWeights(scheduler)
-        self.live.made_by_forwards = [self.made]
+        self.live.attach({"target": self.made}, free=PreparedSwap.free)
 
     def commit(self, swap: PreparedSwap) -> None:
         self.live.swap_in("digest", swap, base=VersionLabel(0, "v"))

@@ -20,6 +20,7 @@ from torch import nn
 
 from sglang_inflight.scheduler import other_writers
 from sglang_inflight.scheduler.other_writers import OtherWriters
+from sglang_inflight.scheduler.update.live_machine import Open, ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused
@@ -141,14 +142,15 @@ def test_rollback_to_unnamed_weights_is_not_offered() -> None:
     live = LiveWeights(scheduler)
     served, shadow = torch.zeros(4), torch.ones(4)
     swap = PreparedSwap(swap_for(torch.device("cpu")), ((served, shadow),))
-    live.digest = "zeros"
+    live.move(ReadDigest("zeros"))
     live.swap_in("ones", swap, base=VersionLabel(0, "v0"))
     assert known_digests(live) == ("zeros", True, "ones")
     served.fill_(7.0)
     live.lose_name()
     assert known_digests(live) == (None, False, None)
+    live.move(Open(partial=False))
     # an update reads the live weights at its seal
-    live.digest = "sevens"
+    live.move(ReadDigest("sevens"))
     live.swap_in("zeros", swap, base=VersionLabel(0, "v1"))
     assert known_digests(live) == (None, False, "zeros")
     live.swap_in("sevens", swap, base=VersionLabel(0, "v2"))
@@ -158,4 +160,4 @@ def test_rollback_to_unnamed_weights_is_not_offered() -> None:
 def known_digests(live: LiveWeights) -> tuple[str | None, bool, str | None]:
     """Return the previous version's digest, its reachability by rollback, and the live digest."""
     before = None if live.previous is None else live.previous.digest
-    return before, live.holds_previous, live.digest
+    return before, live.reachable is not None, live.digest

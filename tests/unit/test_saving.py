@@ -14,7 +14,8 @@ from torch import nn
 from sglang_inflight.extensions.saves.copying import PieceCopier, cut
 from sglang_inflight.extensions.saves.tensors import parse_number
 from sglang_inflight.scheduler.update.layout import name_layout
-from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
+from sglang_inflight.scheduler.update.live_machine import Empty, Previous, ReadDigest
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
@@ -46,6 +47,14 @@ def swap_of(weight: torch.Tensor, value: float) -> PreparedSwap:
     return PreparedSwap(swap, ((weight, torch.full_like(weight, value)),))
 
 
+def commit_before(live: LiveWeights, weight: torch.Tensor) -> Previous:
+    """Make a version of sevens the previous one of ``weight``, whose number stays 0."""
+    live.swap_in("sevens", swap_of(weight, 7.0), base=BASE)
+    live.swap_back(base=BASE)
+    assert live.reachable is not None
+    return live.reachable
+
+
 def copied(
     copier: PieceCopier,
     weight: torch.Tensor,
@@ -75,7 +84,7 @@ def test_version_that_is_served_for_one_step_is_not_saved(
 ) -> None:
     """Requests pinned to the previous version exchange the weights, and then exchange them back."""
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
-    previous = Previous(BASE, 0, "d", swap_of(weight, 7.0))
+    previous = commit_before(live, weight)
 
     def read_in_a_turn(call: int) -> torch.Tensor | None:
         if call > 1:
@@ -88,7 +97,7 @@ def test_version_that_is_served_for_one_step_is_not_saved(
 
 def test_copy_waits_until_the_version_is_back(live: LiveWeights, copier: PieceCopier) -> None:
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
-    previous = Previous(BASE, 0, "d", swap_of(weight, 7.0))
+    previous = commit_before(live, weight)
     turn = live.previous_in_place(previous)
     turn.__enter__()
     looks: list[None] = []
@@ -118,7 +127,7 @@ def test_commit_and_rollback_within_a_copy_leave_one_version(
 ) -> None:
     """The number of the version is the same afterwards."""
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
-    live.digest = "d0"
+    live.move(ReadDigest("d0"))
 
     def commit_and_return(call: int) -> torch.Tensor | None:
         if call > 1:
@@ -126,7 +135,7 @@ def test_commit_and_rollback_within_a_copy_leave_one_version(
         live.swap_in("d1", swap_of(weight, 7.0), base=BASE)
         committed = weight.detach().clone()
         assert live.previous is not None
-        live.swap_in("d0", live.previous.swap, base=BASE, returns_to=live.previous)
+        live.swap_back(base=BASE)
         return committed
 
     assert torch.equal(copied(copier, weight, commit_and_return), torch.ones(3))
@@ -136,7 +145,7 @@ def test_commit_and_rollback_within_a_copy_leave_one_version(
     "write",
     [
         lambda live: live.write_in_place(["target"]),
-        lambda live: live.become_hollow("gone"),
+        lambda live: live.move(Empty("gone")),
         lambda live: live.lose_name(),
     ],
 )

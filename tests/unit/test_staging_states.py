@@ -24,6 +24,7 @@ from sglang_inflight.messages import (
     Voted,
 )
 from sglang_inflight.scheduler.update import staging
+from sglang_inflight.scheduler.update.live_machine import Empty
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingState, Step
@@ -230,6 +231,60 @@ def test_failure_before_the_first_write_leaves_torn_weights_torn(
     assert rank.live.dirty is not None
 
 
+def test_weights_written_in_place_are_not_served_after_their_seal_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seal finishes the models, so they do not show any more that they were written."""
+    monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written)
+    rank = OneRank(ImmediateWorker())
+    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
+    call = OpenCall(**fields, partial=True, in_place=True)
+    rank.staging.open(call, current_version="v0")
+    rank.do(Step.STAGE)
+    rank.do(Step.SEAL)
+    rank.do(Step.DROP)
+    assert rank.live.dirty is not None
+
+
+def test_rollback_to_partially_written_weights_is_not_offered() -> None:
+    rank = OneRank()
+    rank.live.write_in_place(["target"])
+    call = OpenCall(call_id="", update_id="u", timeout_s=60.0, partial=False)
+    rank.staging.open(call, current_version="v0")
+    rank.do(Step.VOTED)
+    rank.do(Step.COMMIT)
+    assert (rank.live.dirty, rank.live.digest) == (None, "new")
+    assert rank.live.reachable is None
+    assert rank.staging.why_no_rollback() is not None
+
+
+def test_update_opened_before_other_code_wrote_does_not_name_the_weights() -> None:
+    """It knows the weights from before only, and has changed some of them."""
+    rank = OneRank()
+    rank.reach(SEALED)
+    rank.live.lose_name()
+    rank.live.move(Empty("other code has written them"))
+    rank.do(Step.COMMIT)
+    assert rank.live.hollow == "other code has written them"
+    assert (rank.live.digest, rank.live.reachable) == (None, None)
+
+
+def test_failed_exchange_leaves_no_weights_to_serve() -> None:
+    rank = OneRank()
+    rank.reach(SEALED)
+    sealed = rank.staging.take("u")
+
+    def fail() -> None:
+        raise RuntimeError("by hand")
+
+    object.__setattr__(sealed.swap, "_exchange", fail)
+    with pytest.raises(RuntimeError, match="by hand"):
+        rank.live.swap_in(sealed.digest, sealed.swap, base=VersionLabel(0, "v0"))
+    assert rank.live.why_not_served is not None
+    assert rank.live.exchanges % 2 == 0
+    assert rank.live.reachable is None
+
+
 def test_drop_keeps_no_digest() -> None:
     """Reading the weights for an update is no change visible to callers."""
     rank = OneRank()
@@ -350,7 +405,7 @@ def test_session_as_before_is_refused_where_it_would_be_written_in_place(in_plac
         rank.staging._open(call, "v0")
     assert rank.staging.state is EMPTY
     # no weights are served that could be left half written
-    rank.live.become_hollow("for a test")
+    rank.live.move(Empty("for a test"))
     rank.staging._open(call, "v0")
 
 

@@ -53,7 +53,8 @@ from sglang_inflight.scheduler.controller import (
     MayRun,
 )
 from sglang_inflight.scheduler.requests import record_of
-from sglang_inflight.scheduler.update.live_weights import LiveWeights, Previous
+from sglang_inflight.scheduler.update.live_machine import Previous
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.settings import read
 
 if TYPE_CHECKING:

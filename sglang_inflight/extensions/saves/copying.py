@@ -12,7 +12,7 @@ A piece that fails the second look is copied again, or the save ends if the vers
 exchange on the host shows in the second look. An exchange on a device is enqueued between the two
 counts: one enqueued before the first look has ended before the copy, by its event, and one enqueued
 after it shows in the second look, which the host makes after the copy. A write in place begins with
-``LiveWeights.dirty``, and ends with a commit.
+torn weights, and ends with a commit.
 
 Released memory must not even be read. So a copy holds ``lock``, and a release takes it before its
 vote, for the time of one piece at most.

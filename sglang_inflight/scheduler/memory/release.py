@@ -51,6 +51,7 @@ from sglang_inflight.scheduler.memory.machine import (
 from sglang_inflight.scheduler.memory.regions import MemoryRegions, bytes_in_use, trim
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
+from sglang_inflight.scheduler.update.live_machine import Empty, Fill, Filled, Lose, Miss
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.sglang_types import get_exec, get_model, get_parallel
@@ -140,7 +141,7 @@ class MemoryRelease:
             if (why := staging.refusal or staging.why_not_filled) is not None:
                 raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
             self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
-            live.become_hollow("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)")
+            live.move(Empty("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)"))
 
     # ---- a release -------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class MemoryRelease:
             self._synchronize()
             self._bytes[kind] = moved[kind] = max(0, before - bytes_in_use(self._device))
         if self._memory[WEIGHTS] is Where.LOST:
-            self._live.digest = None
+            self._live.move(Lose())
 
     def cancel_release(self, call: CancelReleaseCall) -> None:
         """Cancel the release. Succeed also where this rank refused it."""
@@ -353,7 +354,7 @@ class MemoryRelease:
             assert after is not None
             self._memory = after
             if after[WEIGHTS] is Where.HOLLOW and kind == WEIGHTS:
-                self._live.become_hollow("they were released and no copy was kept", self._kept)
+                self._live.move(Empty("they were released and no copy was kept", self._kept))
             moved[kind] = max(0, bytes_in_use(self._device) - before)
 
     def after_filling(self) -> None:
@@ -361,9 +362,10 @@ class MemoryRelease:
 
         One rank alone would make a step without the others.
         """
-        if is_true_on_any_rank(self._live.hollow is not None):
-            self._live.hollow = self._live.hollow or "another rank misses some of them"
+        if is_true_on_any_rank(not isinstance(self._live.contents, Filled)):
+            self._live.move(Miss("another rank misses some of them"))
             return
+        self._live.move(Fill())
         after = move(self._memory, {WEIGHTS: Event.FILLED})
         assert after is not None
         self._memory = after
@@ -417,10 +419,10 @@ class MemoryRelease:
             self._memory = after
             # requests already waiting for hollow weights keep waiting
             self._until_filled = self._until_filled and self._live.hollow is not None
-            self._live.become_hollow(why)
+            self._live.move(Empty(why))
         else:
             roles = [role for role, _ in self._scheduler.weight_updater._select_runners("all")]
-            self._live.become_dirty(why, roles)
+            self._live.write_in_place(roles, why)
         self._update_hold()
         # ``/ready`` depends on it
         self._answers.send_generation_continues()

@@ -91,7 +91,6 @@ def make_staging(
         )
         for role, runner in runners
     ]
-    live.made_by_forwards = [model.made_by_forwards for model in models]
     parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
@@ -137,7 +136,10 @@ def make_staging(
     else:
         rate_limit = paced
         worker = StagingWorker(answers, device, settings.stage_nice, rate_limit, streams)
-    live.free = lambda swap: worker.do(swap.free)
+    live.attach(
+        {model.role: model.made_by_forwards for model in models},
+        free=lambda swap: worker.do(swap.free),
+    )
     groups = Groups(settings.group_timeout_s, device)
     budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(

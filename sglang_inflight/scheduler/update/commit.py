@@ -28,9 +28,8 @@ from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights, Previous
+from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights, Swapped
 from sglang_inflight.scheduler.update.staging import Staging
-from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
@@ -78,14 +77,22 @@ class Commits:
         if call.kv_cache == "recompute":
             # checked on all ranks before, but a caller may have continued generation since
             self.require_recomputable()
+
+        def swap_in() -> Swapped:
+            return self._live.swap_in(
+                sealed.digest,
+                sealed.swap,
+                base=self._versions.label,
+                missing=sealed.missing,
+                kv_scale=call.kv_scale,
+            )
+
         committed = self._go_live(
+            swap_in,
             sealed.digest,
-            sealed.swap,
             call.weight_version,
             call.kv_cache,
             empty_cache=call.torch_empty_cache,
-            missing=sealed.missing,
-            kv_scale=call.kv_scale,
         )
         _name_checkpoints(sealed)
         return committed
@@ -108,13 +115,11 @@ class Commits:
         require_recompute(call.kv_cache, previous.kv_scale, "the rollback")
         assert previous.digest is not None
         return self._go_live(
+            lambda: self._live.swap_back(base=self._versions.label),
             previous.digest,
-            previous.swap,
             call.weight_version or previous.version,
             call.kv_cache,
             empty_cache=False,
-            returns_to=previous,
-            kv_scale=previous.kv_scale,
         )
 
     def describe(self) -> WeightsStatus:
@@ -136,27 +141,17 @@ class Commits:
 
     def _go_live(
         self,
+        swap: Callable[[], Swapped],
         digest: str,
-        swap: PreparedSwap,
         version: str | None,
         kv_cache: KVPolicy,
         *,
         empty_cache: bool,
-        missing: int = 0,
-        returns_to: Previous | None = None,
-        kv_scale: str | None,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
-        swapped = self._live.swap_in(
-            digest,
-            swap,
-            base=self._versions.label,
-            returns_to=returns_to,
-            missing=missing,
-            kv_scale=kv_scale,
-        )
+        swapped = swap()
         self._staging.note_commit()
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
@@ -170,14 +165,14 @@ class Commits:
             "Committed weights %r as epoch %d: %d bytes.",
             self._versions.current,
             self._versions.epoch,
-            swapped,
+            swapped.nbytes,
         )
         return Committed(
             weight_version=self._versions.current,
             base_version=base,
             epoch=self._versions.epoch,
             stall_ms=1000 * stall_s,
-            held_s=self._live.held_s,
+            held_s=swapped.held_s,
             retracted=retracted,
             digest=digest,
         )

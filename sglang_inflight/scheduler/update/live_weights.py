@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_inflight.scheduler.update.live_machine import (
+    AnnounceWrite,
+    Begin,
+    Break,
+    Commit,
+    Contents,
+    EndTurn,
+    Event,
+    Exchange,
+    Filled,
+    Hollow,
+    Live,
+    Lost,
+    Overwrite,
+    Previous,
+    RollBack,
+    Torn,
+    Whole,
+    Write,
+    transition,
+    why_not,
+)
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -16,23 +37,8 @@ from sglang_inflight.vocabulary.labels import VersionLabel
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
-
-@dataclass(frozen=True)
-class Previous:
-    """The version moved to the shadow by the last swap, and the swap back."""
-
-    label: VersionLabel
-    # as ``LiveWeights.weights``
-    weights: int
-    # None if never computed: then no rollback is possible
-    digest: str | None
-    swap: PreparedSwap
-    # a KV scale in which this version differs from the served one, see ``Voted``
-    kv_scale: str | None = None
-
-    @property
-    def version(self) -> str:
-        return self.label.version
+_NOT_COMPLETED = "an update was written in place and not completed"
+_NO_SWAP = PreparedSwap()
 
 
 class DeviceSwap:
@@ -56,48 +62,101 @@ class DeviceSwap:
         return took
 
 
-class LiveWeights:
-    """State of one rank's live weights. Only the scheduler's thread writes this object.
+class Swapped(NamedTuple):
+    """An exchange of the weights for good."""
 
-    A thread that saves the weights reads ``exchanges``, ``weights``, ``why_not_served`` and
-    ``swapped`` (``served/copying.py``). The interpreter replaces each one at once.
+    nbytes: int
+    # seconds for which the update held requests back, written in place
+    held_s: float
+
+
+class LiveWeights:
+    """One rank's live weights: the machine's state (``live_machine.py``), and its effects.
+
+    Only the scheduler's thread writes this object. A thread that saves the weights reads
+    ``exchanges``, ``weights``, ``why_not_served`` and ``swapped``
+    (``extensions/saves/copying.py``). The interpreter replaces each one at once.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        # number of the served contents: a commit begins a new one, a rollback returns to one
-        self.weights = 0
-        self._newest = 0
-        # odd while an exchange is being made, or the previous version is in place
-        self.exchanges = 0
-        # digest of all live weights; None if unknown
-        self.digest: str | None = None
-        # why the weights are partially written, or None; only in the mode "off"
-        self.dirty: str | None = None
-        self._dirty_since = 0.0
-        # seconds for which the last commit's update held requests back, written in place
-        self.held_s = 0.0
-        # whether the version's label describes the weights
-        self.is_named = True
-        # roles of the partially written models
-        self.torn: set[str] = set()
-        # why the contents are undefined, until updates have written every element; or None
-        self.hollow: str | None = None
-        # roles of the models that have their contents nevertheless
-        self.kept = frozenset[str]()
-        # whether the unwritten elements of hollow weights bear marks
-        self.is_marked = False
-        self.previous: Previous | None = None
-        # whether the shadow still holds ``previous``
-        self.holds_previous = False
+        self._live = Live()
+        # brings the previous version back, or exchanges nothing
+        self._swap_back = _NO_SWAP
         # None on a CPU
         self.last_swap: DeviceSwap | None = None
         # swaps that nobody will make again, each with the device's last swap at that time
         self._given_up: deque[tuple[DeviceSwap | None, PreparedSwap]] = deque()
-        # frees what a swap holds: thousands of tensors, so not on this thread
-        self.free: Callable[[PreparedSwap], None] = PreparedSwap.free
-        # of each model
-        self.made_by_forwards: Sequence[MadeByForwards] = ()
+        self._free: Callable[[PreparedSwap], None] = PreparedSwap.free
+        self._made_by_forwards: Mapping[str, MadeByForwards] = {}
+
+    def attach(
+        self, made_by_forwards: Mapping[str, MadeByForwards], free: Callable[[PreparedSwap], None]
+    ) -> None:
+        """Use what each model's forwards make, by role, and ``free`` for given up swaps.
+
+        A swap holds thousands of tensors, so they are not freed on the scheduler's thread.
+        """
+        self._made_by_forwards, self._free = made_by_forwards, free
+
+    # ---- the state -----------------------------------------------------------------
+
+    @property
+    def contents(self) -> Contents:
+        return self._live.contents
+
+    @property
+    def weights(self) -> int:
+        """Number of the served contents."""
+        return self._live.weights
+
+    @property
+    def exchanges(self) -> int:
+        """Odd while an exchange is being made, or the previous version is in place."""
+        live = self._live
+        return 2 * live.exchanged + (live.exchanging is not None)
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of all live weights; None if unknown, and unless they are whole."""
+        return self.contents.digest if isinstance(self.contents, Whole) else None
+
+    @property
+    def dirty(self) -> str | None:
+        """Why the weights are partially written, or None."""
+        match self.contents:
+            case Torn(why) | Lost(Torn(why)):
+                return why
+        return None
+
+    @property
+    def hollow(self) -> str | None:
+        """Why updates must write all elements first, or None."""
+        match self.contents:
+            case Hollow(why) | Filled(was=Hollow(why)) | Lost(Hollow(why)):
+                return why
+        return None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the version's label describes the weights, or the last whole ones."""
+        return self._live.is_named
+
+    @property
+    def previous(self) -> Previous | None:
+        return self._live.previous
+
+    @property
+    def why_not_served(self) -> str | None:
+        """Reason why no forward may use the weights, or None."""
+        return self._live.why_not_served
+
+    @property
+    def reachable(self) -> Previous | None:
+        """The previous version, if a swap brings it back now."""
+        return self._live.reachable
+
+    # ---- the device ----------------------------------------------------------------
 
     @property
     def swapped(self) -> Any:
@@ -117,63 +176,38 @@ class LiveWeights:
         event.record(scheduler.forward_stream)
         return event
 
-    @property
-    def why_not_served(self) -> str | None:
-        """Reason why no forward may use the weights, or None."""
-        if self.hollow is not None:
-            return f"The weights are hollow: {self.hollow}."
-        return None if self.dirty is None else f"The weights are partially written: {self.dirty}."
+    # ---- events --------------------------------------------------------------------
 
-    @property
-    def reachable(self) -> Previous | None:
-        """The previous version, if a swap brings it back now."""
-        is_there = self.holds_previous and self.why_not_served is None
-        return self.previous if is_there else None
+    def move(self, event: Event) -> None:
+        """Make the machine's transition. Raises ``Conflict`` if it is refused."""
+        self._live = transition(self._live, event)
+        if self._live.reachable is None:
+            self._hold(_NO_SWAP)
 
-    def become_hollow(self, why: str, kept: frozenset[str] = frozenset()) -> None:
-        """Note that the weights have no contents, except those of the roles ``kept``."""
-        self._begin_weights()
-        self.kept = kept
-        self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
-        self.torn.clear()
+    def why_not(self, event: Event) -> str | None:
+        """Return why the machine refuses ``event``, or None."""
+        return why_not(self._live, event)
 
-    def write_in_place(self, roles: Iterable[str]) -> None:
-        """Note the write of a part of an update into the models of ``roles``."""
-        self.become_dirty("an update was written in place and not completed", roles)
+    def announce_write(self, roles: Iterable[str]) -> None:
+        """Note that a part of an update may be written into the models of ``roles`` from now on."""
+        self.move(AnnounceWrite(_NOT_COMPLETED, frozenset(roles), time.monotonic()))
 
-    def was_not_written(self) -> None:
-        """Take back ``write_in_place``: the update ended before its first write."""
-        self.dirty = None
-        self.torn.clear()
-
-    def become_dirty(self, why: str, roles: Iterable[str]) -> None:
+    def write_in_place(self, roles: Iterable[str], why: str = _NOT_COMPLETED) -> None:
         """Mark the models of ``roles`` as partially written. A whole update repairs them."""
-        if self.hollow is not None:
-            return
-        self.torn.update(roles)
-        if self.dirty is None:
-            self._dirty_since = time.monotonic()
-        self.dirty = why
-        self.digest = None
+        self.move(Write(why, frozenset(roles), time.monotonic()))
 
     def lose_name(self) -> None:
         """Forget the served version until the next commit: something else wrote the weights."""
-        self._begin_weights()
-        self.forget_previous()
+        self.move(Overwrite())
         self._reset_made()
-        self.digest, self.is_named = None, False
 
-    def lose_previous(self) -> None:
-        """Give up the previous version: an update is staged over it."""
-        self.holds_previous = False
-        if self.previous is not None:
-            self._give_up(self.previous.swap)
-            self.previous = replace(self.previous, swap=PreparedSwap())
+    # ---- exchanges -----------------------------------------------------------------
 
-    def forget_previous(self) -> None:
-        """Forget the previous version."""
-        self.lose_previous()
-        self.previous = None
+    def _hold(self, swap: PreparedSwap) -> None:
+        """Have ``swap`` bring the previous version back, and give up the one before."""
+        before, self._swap_back = self._swap_back, swap
+        if before is not swap:
+            self._give_up(before)
 
     def _give_up(self, swap: PreparedSwap) -> None:
         """Free what ``swap`` holds when the device makes it no more.
@@ -201,7 +235,7 @@ class LiveWeights:
             if wait:
                 swap.free()
             else:
-                self.free(swap)
+                self._free(swap)
 
     def swap_in(
         self,
@@ -209,40 +243,25 @@ class LiveWeights:
         swap: PreparedSwap,
         *,
         base: VersionLabel,
-        returns_to: Previous | None = None,
         missing: int = 0,
         kv_scale: str | None = None,
-    ) -> int:
-        """Make the weights of ``digest`` live, and return the bytes swapped.
-
-        ``base`` is the label of the weights live until now. ``returns_to`` is the version of a
-        rollback. ``missing`` counts the elements of hollow weights not sent by any update so far.
-        ``kv_scale``: one that this changes, see ``Voted``.
-        """
-        with self._exchanging():
-            swapped, before = self._swap(swap), self.weights
-            if returns_to is None:
-                self._begin_weights()
-            else:
-                self.weights = returns_to.weights
-        self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
+    ) -> Swapped:
+        """Make the weights of ``digest`` live. The parameters are those of the event ``Commit``."""
+        self.move(Begin(Exchange.COMMIT))
+        nbytes, before = self._swap(swap), self.contents
+        self._hold(swap)
+        self.move(Commit(base, digest, swap.is_possible, missing, kv_scale))
         self._reset_made()
-        if self.previous is not None and self.previous.swap is not swap:
-            self.lose_previous()
-        if self.hollow is None and self.is_named:
-            self.previous = Previous(base, before, self.digest, swap, kv_scale)
-            self.holds_previous = swap.is_possible
-        else:
-            self._give_up(swap)
-            self.previous, self.holds_previous = None, False
-        if missing:
-            self.hollow = f"{missing} elements of them were not sent yet"
-            return swapped
-        self.digest = digest
-        self.dirty = self.hollow = None
-        self.is_named = True
-        self.torn.clear()
-        return swapped
+        held_s = time.monotonic() - before.since if isinstance(before, Torn) else 0.0
+        return Swapped(nbytes, held_s)
+
+    def swap_back(self, *, base: VersionLabel) -> Swapped:
+        """Make the previous version live. ``base`` is the label of the weights live until now."""
+        self.move(Begin(Exchange.ROLLBACK))
+        nbytes = self._swap(self._swap_back)
+        self.move(RollBack(base))
+        self._reset_made()
+        return Swapped(nbytes, 0.0)
 
     @contextmanager
     def previous_in_place(self, previous: Previous) -> Iterator[None]:
@@ -250,34 +269,32 @@ class LiveWeights:
 
         No update is open, so the staging thread neither reads the weights nor writes the shadow.
         """
-        with self._exchanging():
-            self._swap(previous.swap)
-            self._reset_made()
-            try:
-                yield
-            finally:
-                self._swap(previous.swap)
-                self._reset_made()
-
-    @contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        """Tell readers on other threads that the weights' memory holds another version."""
-        self.exchanges += 1
+        assert previous == self.previous
+        self.move(Begin(Exchange.TURN))
+        self._swap(self._swap_back)
+        self._reset_made()
         try:
             yield
         finally:
-            self.exchanges += 1
-
-    def _begin_weights(self) -> None:
-        self._newest += 1
-        self.weights = self._newest
+            self._swap(self._swap_back)
+            self._reset_made()
+            self.move(EndTurn())
 
     def _reset_made(self) -> None:
         """Have the next forward make its tensors anew of the weights now live."""
-        for made in self.made_by_forwards:
+        for made in self._made_by_forwards.values():
             made.reset()
 
     def _swap(self, swap: PreparedSwap) -> int:
+        """Make ``swap``. If it fails, the weights are partially written."""
+        try:
+            return self._swap_between_forwards(swap)
+        except BaseException:
+            why = "an exchange of the weights failed"
+            self.move(Break(why, frozenset(self._made_by_forwards), time.monotonic()))
+            raise
+
+    def _swap_between_forwards(self, swap: PreparedSwap) -> int:
         """Swap between the forwards launched so far and those launched next.
 
         With overlap scheduling, and in a pipeline, forwards run on the forward stream, else on the

@@ -46,6 +46,16 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.live_machine import (
+    Drop,
+    ForgetPrevious,
+    Hollow,
+    NotWritten,
+    Open,
+    ReadDigest,
+    Seal,
+    Torn,
+)
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
@@ -162,31 +172,27 @@ class Staging:
             raise Conflict(
                 f"expected_version is {call.expected_version!r}, but {current_version!r} is serving"
             )
-        if (why := self._live.dirty) is not None and call.partial:
-            raise Refused(
-                f"only a whole update (partial=false) can repair partially written weights: {why}"
-            )
-        is_hollow = self._live.hollow is not None
-        if call.as_before and not is_hollow and (self.mode is StagingMode.OFF or call.in_place):
+        if (why := self._live.why_not(Open(call.partial))) is not None:
+            raise Refused(why)
+        live = self._live.contents
+        hollow = live if isinstance(live, Hollow) else None
+        if call.as_before and hollow is None and (self.mode is StagingMode.OFF or call.in_place):
             raise Refused(
                 "SGLANG_INFLIGHT_SESSIONS=as_before needs staged updates, and this one would be "
                 "written in place: a refused session would leave half of itself in the weights. "
                 "Set SGLANG_INFLIGHT_SESSIONS=whole, or begin the session with partial=true"
             )
-        marks = is_hollow and not self._live.is_marked
-        torn = frozenset(self._live.torn)
         update = self._update = Update(
             call,
             base_version=current_version,
-            fills_hollow=is_hollow,
-            marks=marks,
-            kept=self._live.kept,
-            mends=torn,
+            fills_hollow=hollow is not None,
+            marks=hollow is not None and not hollow.is_marked,
+            kept=hollow.kept if hollow is not None else frozenset(),
+            mends=live.roles if isinstance(live, Torn) else frozenset(),
             needs=self._names if call.as_before else None,
             live_digest=self._live.digest,
         )
-        self._live.is_marked = is_hollow
-        self._live.lose_previous()
+        self._live.move(Open(call.partial))
         launched = self._live.launched()
 
         def prepare() -> Opened:
@@ -220,12 +226,12 @@ class Staging:
         front end sent the call after the answer to its ``OpenCall``.
         """
         self._prepare_to_hold()
-        update.found_clean = update.found_clean or self._live.dirty is None
-        self._live.write_in_place(update.roles)
+        self._live.announce_write(update.roles)
 
     def seal(self, call: SealCall) -> None:
         with self._dirty_together():
             update = self._expect(call.update_id, Step.SEAL)
+            self._live.move(Seal())
             digest = self._live.digest
             self._submit(update, call, lambda: self._jobs.seal(update, digest))
 
@@ -235,8 +241,7 @@ class Staging:
         if update is not None and update.id == call.update_id:
             update.dropped = call.reason
             self._update = None
-            # its writes in place belong to no version: the next update marks the weights anew
-            self._live.is_marked = False
+            self._live.move(Drop())
         stopped = threading.Event()
 
         def stop() -> None:
@@ -245,7 +250,7 @@ class Staging:
 
         # answered after the running job, when the sender's memory is released
         self._worker.submit(call, _done_after(stop))
-        if update is not None and update.id == call.update_id and update.found_clean:
+        if update is not None and update.id == call.update_id and update.in_place:
             self._serve_if_unwritten(stopped)
 
     def _serve_if_unwritten(self, stopped: threading.Event) -> None:
@@ -254,9 +259,11 @@ class Staging:
         All ranks of a replica drop it at the same boundary. No step can be made meanwhile, so the
         loop waits for the running job here. A job that does not end counts as one that wrote.
         """
-        is_written = not stopped.wait(_STOP_S) or self._jobs.has_written()
+        live = self._live.contents
+        is_clean = isinstance(live, Torn) and live.is_announced
+        is_written = not is_clean or not stopped.wait(_STOP_S) or self._jobs.has_written()
         if not is_true_on_any_rank(is_written):
-            self._live.was_not_written()
+            self._live.move(NotWritten())
 
     def may_have_written_by_handles(self, update_id: str) -> bool:
         """Return whether a client of this open update may have written the weights over RDMA.
@@ -274,7 +281,8 @@ class Staging:
         assert update.sealed is not None
         self._update = None
         # the seal computes the live digest if it is unknown; a dropped update's is not kept
-        self._live.digest = update.base_digest or self._live.digest
+        if update.base_digest is not None:
+            self._live.move(ReadDigest(update.base_digest))
         self._staged_as = update.sealed.staged_as
         if update.needs is not None:
             self._names = {**self._names, **update.sealed.names}
@@ -318,7 +326,7 @@ class Staging:
 
         Call only while no update is open and the staging thread is idle.
         """
-        self._live.forget_previous()
+        self._live.move(ForgetPrevious())
         self._live.free_given_up(wait=True)
         self._jobs.forget_shadows()
 
@@ -333,7 +341,7 @@ class Staging:
             return f"updates are written in place ({self.can.stage or AS_SET})"
         if self.state is not StagingState.EMPTY:
             return "an update is being staged over it"
-        if not self._live.holds_previous:
+        if self._live.reachable is None:
             return (
                 "nothing was committed since the start, the last failed update, the last update "
                 "written in place, or the last release of memory"

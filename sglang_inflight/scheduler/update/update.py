@@ -39,10 +39,10 @@ class Sealed:
 class Update:
     """State of an update between its ``OpenCall`` and its commit or drop.
 
-    The staging thread writes everything but ``dropped`` and ``found_clean``. The scheduler's thread
-    sets these two, and the staging thread reads ``dropped``. The scheduler's thread reads the
-    counts at any moment, and ``base_digest`` and ``sealed``. ``dropped``, ``base_digest`` and
-    ``sealed`` are set once and never changed. So none needs a lock.
+    The staging thread writes everything but ``dropped``, which the scheduler's thread sets and the
+    staging thread reads. The scheduler's thread reads the counts at any moment, and
+    ``base_digest`` and ``sealed``. ``dropped``, ``base_digest`` and ``sealed`` are set once and
+    never changed. So none needs a lock.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class Update:
         self.partial = call.partial
         self.may_be_empty = call.may_be_empty
         self.in_place = call.in_place
-        # whether the weights were whole when the loop was held for a write in place
-        self.found_clean = False
         self.base_version = base_version
         self.live_digest = live_digest
         self.fills_hollow = fills_hollow
