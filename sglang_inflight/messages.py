@@ -36,7 +36,6 @@ from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
 from sglang_inflight.vocabulary.bodies import SERVED as SERVED
 from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
-from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
 
@@ -263,14 +262,12 @@ class Committed(RankAnswer, kw_only=True):
     hollow: str | None = None
 
 
-class Moved(RankAnswer, kw_only=True):
-    """Memory was released or resumed."""
+class Changed(RankAnswer, kw_only=True):
+    """Common fields of an extension's answers after which a rank may make steps, or none."""
 
-    # by kind of memory, and "shadow"
-    bytes: dict[str, int]
-    seconds: float
     # whether generation is paused afterwards
     paused: bool
+    # as in ``Committed``
     hollow: str | None
 
 
@@ -480,55 +477,6 @@ class RollbackCall(Call, kw_only=True):
     def drains_pipeline(self) -> bool:
         # to retract requests
         return self.kv_cache == "recompute"
-
-
-class PrepareReleaseCall(Call, kw_only=True):
-    """Phase one of a release: check whether it is possible, copy the kept contents, and vote.
-
-    From its vote on the rank makes no step, until the memory is resumed or
-    ``CancelReleaseCall`` arrives.
-    """
-
-    answer = Done
-    at_boundary: ClassVar[bool] = True
-
-    tags: list[str]
-    # None: the server's start decides
-    keep_weights: KeepWeights | None
-
-
-class ReleaseCall(Call, kw_only=True):
-    """Phase two: release the memory. All ranks have voted for it."""
-
-    answer = Moved
-    at_boundary: ClassVar[bool] = True
-
-
-class CancelReleaseCall(Call, kw_only=True):
-    """Cancel a prepared release, because a rank voted against it."""
-
-    answer = Done
-    at_boundary: ClassVar[bool] = True
-
-
-class PrepareResumeCall(Call, kw_only=True):
-    """Phase one of a resume: check that the memory was released and that it fits."""
-
-    answer = Done
-    at_boundary: ClassVar[bool] = True
-
-    tags: list[str]
-
-
-class ResumeCall(Call, kw_only=True):
-    """Phase two of a resume. Generation continues once all memory is back."""
-
-    answer = Moved
-    at_boundary: ClassVar[bool] = True
-
-    tags: list[str]
-    # while weights are hollow: hold requests back instead of aborting them
-    until_filled: bool = False
 
 
 class JoinGroupCall(Call, kw_only=True):

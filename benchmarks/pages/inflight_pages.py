@@ -20,7 +20,7 @@ def install() -> None:
 def show_pages(init: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
-    from sglang_inflight.scheduler.memory.regions import MemoryRegions
+    from sglang_inflight.scheduler.update.regions import MemoryRegions
 
     init(scheduler, *args, **kwargs)
     scheduler.weight_updater.memory_saver_adapter.look_in(MemoryRegions(scheduler).of)

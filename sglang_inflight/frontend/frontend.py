@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
@@ -13,7 +13,6 @@ from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
-from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.requests.model_names import ModelNames
@@ -26,10 +25,10 @@ from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
+    Changed,
     Committed,
     Described,
     GenerationContinues,
-    Moved,
     RankAnswer,
     RankIsSilent,
     answers,
@@ -50,6 +49,9 @@ HANDLERS: Joint[Callable[[Frontend, TokenizerManager, Handlers], Handlers]] = Jo
 
 # makes an extension's object of a new front end; others find it by ``Frontend.part``
 FRONT_PARTS: Joint[Callable[[Frontend, TokenizerManager], object]] = Joint("parts of a front end")
+
+# lets requests end, before the pauses of a server that shuts down are released
+ENDS: Joint[Callable[[Frontend], Awaitable[None]]] = Joint("end of a server")
 
 
 class Frontend(HasParts):
@@ -90,8 +92,9 @@ class Frontend(HasParts):
         self.on_change: Callable[[], None] = lambda: None
         self.pauses.on_change = lambda: self.on_change()
         self._served = Served(tokenizer_manager, min(self.ranks.all))
-        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics, can)
-        self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase, can)
+        two_phase = self.two_phase = TwoPhase(
+            tokenizer_manager, self.ranks, self._served, metrics, can
+        )
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings, can)
@@ -99,7 +102,6 @@ class Frontend(HasParts):
             tokenizer_manager,
             self.pauses,
             self.updates,
-            self.memory,
             self.groups,
             self.version_waits,
             self.fleet_version,
@@ -134,7 +136,7 @@ class Frontend(HasParts):
     def _take_answer(self, answer: RankAnswer) -> None:
         """Take in a rank's answer to a call of ours or of SGLang's; the call's id tells which."""
         match answer:
-            case Committed(hollow=hollow) | Moved(hollow=hollow):
+            case Committed(hollow=hollow) | Changed(hollow=hollow):
                 self.is_hollow = hollow is not None
             case Described(memory=memory):
                 self.is_hollow = memory.hollow is not None

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.frontend.fleet_version import FleetVersion
-from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
@@ -55,7 +54,6 @@ def direct_handlers(
     tokenizer_manager: TokenizerManager,
     pauses: Pauses,
     updates: Updates,
-    memory: Memory,
     groups: Groups,
     version_waits: VersionWaits,
     fleet_version: FleetVersion,
@@ -95,8 +93,6 @@ def direct_handlers(
         "init_weights_update_group": groups.join,
         "destroy_weights_update_group": groups.leave,
         "update_weight_version": updates.rename,
-        "release_memory_occupation": memory.release,
-        "resume_memory_occupation": memory.resume,
         "rollback_weights": updates.roll_back,
         "expect_version": fleet_version.expect,
         "get_weight_version": weight_version,

@@ -15,9 +15,9 @@ from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.ranks import Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
 from sglang_inflight.messages import (
+    Changed,
     ContinueCall,
     Described,
-    Moved,
     PauseCall,
     Paused,
     RankAnswer,
@@ -291,7 +291,7 @@ class Pauses:
             case Paused(rejects=rejects) | Resumed(rejects=rejects):
                 self._rejecting[rank_of(answer)] = rejects
         match answer:
-            case Resumed(paused=paused) | Moved(paused=paused):
+            case Resumed(paused=paused) | Changed(paused=paused):
                 pass
             case Described(pause=pause):
                 paused = pause.paused

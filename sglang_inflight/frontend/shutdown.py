@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.frontend import ENDS, Frontend
 from sglang_inflight.hooking import AFTER, TOKENIZER_MANAGER, hook, with_us
-from sglang_inflight.vocabulary.bodies import ContinueBody, ResumeMemoryBody
+from sglang_inflight.vocabulary.bodies import ContinueBody
 from sglang_inflight.vocabulary.errors import InflightError
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def release_all(tokenizer_manager: PatchedTokenizerManager) -> None:
 
 
 async def _release_all(frontend: Frontend) -> None:
-    """Resume memory and release pauses, so that requests can end: with 503 on hollow weights."""
+    """Release what holds requests, so that they can end."""
     try:
-        if released := await frontend.memory.released():
-            await frontend.memory.resume(ResumeMemoryBody(tags=released))
+        for end in ENDS:
+            await end(frontend)
     except InflightError as error:
         logger.warning("%s", error)
     await frontend.pauses.resume(ContinueBody(torch_empty_cache=False))

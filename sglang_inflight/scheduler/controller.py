@@ -30,7 +30,6 @@ from sglang_inflight.hooking import (
 )
 from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
-    CancelReleaseCall,
     CommitCall,
     ContinueCall,
     Described,
@@ -43,11 +42,7 @@ from sglang_inflight.messages import (
     MayRecomputeCall,
     OpenCall,
     PauseCall,
-    PrepareReleaseCall,
-    PrepareResumeCall,
-    ReleaseCall,
     RenameCall,
-    ResumeCall,
     RollbackCall,
     SealCall,
     StageCall,
@@ -61,11 +56,11 @@ from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.isolation import Containment
-from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
+from sglang_inflight.scheduler.update.hollow import HollowWeights
 from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_machine import Previous
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -75,6 +70,7 @@ from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model, get_parallel
+from sglang_inflight.vocabulary.answers import MemoryStatus
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -116,6 +112,8 @@ RELABELS: Joint[Callable[[Controller], None]] = Joint("relabel")
 STATUSES: Joint[Callable[[Controller, Described], None]] = Joint("status")
 # ends what reads the weights on another thread, for the reason given, before they are released
 READERS: Joint[Callable[[Controller, str], None]] = Joint("readers of weights")
+# follows a change of contents past a commit: hollow weights were filled, or other code wrote them
+CONTENTS: Joint[Callable[[Controller], None]] = Joint("contents of weights")
 
 
 class Controller(HasParts):
@@ -161,14 +159,13 @@ class Controller(HasParts):
             on_swap=self._follow_commit,
         )
         self._commit_answers = CommitAnswers(self.answers, self.live, metrics)
-        self.memory_release = MemoryRelease(
+        self.hollow = HollowWeights(
             scheduler,
-            boundary,
             self.pause,
             self.staging,
             self.live,
             self.answers,
-            stop_reading=self._stop_reading_weights,
+            on_change=self._follow_contents,
             require_update=settings.require_update,
         )
         self.make_parts(make(self) for make in PARTS)
@@ -187,11 +184,6 @@ class Controller(HasParts):
             CommitCall: self._commit,
             RenameCall: self._rename,
             RollbackCall: self._roll_back,
-            PrepareReleaseCall: self.memory_release.prepare_release,
-            ReleaseCall: self.memory_release.release,
-            CancelReleaseCall: self.memory_release.cancel_release,
-            PrepareResumeCall: self.memory_release.prepare_resume,
-            ResumeCall: self.memory_release.resume,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -213,7 +205,12 @@ class Controller(HasParts):
             ContinueGenerationReqInput: defer(self._take_upstream_continue),
         }
         containment = Containment(
-            scheduler, boundary, self.memory_release, self.answers, self.staging.can
+            scheduler,
+            boundary,
+            self.hollow,
+            self.answers,
+            self.staging.can,
+            stop_reading=self.stop_reading_weights,
         )
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
@@ -375,12 +372,17 @@ class Controller(HasParts):
     def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
-    def _stop_reading_weights(self, why: str) -> None:
+    def stop_reading_weights(self, why: str) -> None:
+        """Return when no other thread reads the weights."""
         for end in READERS:
             end(self, why)
 
+    def _follow_contents(self) -> None:
+        for follow in CONTENTS:
+            follow(self)
+
     def _open(self, call: OpenCall) -> None:
-        self.memory_release.require_weights("a weight update")
+        self.hollow.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
 
     def _drop(self, call: DropCall) -> None:
@@ -391,9 +393,7 @@ class Controller(HasParts):
             # ranks may have received different numbers of tensors before the message
             and is_true_on_any_rank(written)
         ):
-            self.memory_release.overwritten(
-                "a dropped session's client may have written them over RDMA"
-            )
+            self.hollow.overwritten("a dropped session's client may have written them over RDMA")
 
     def _may_recompute(self, call: MayRecomputeCall) -> None:
         self.commits.require_recomputable()
@@ -405,12 +405,12 @@ class Controller(HasParts):
             committed = self.commits.commit(call)
         finally:
             if was_hollow:
-                self.memory_release.after_filling()
+                self.hollow.after_filling()
         committed.hollow = self.live.hollow
         self._commit_answers.give(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:
-        self.memory_release.require_weights("a rollback")
+        self.hollow.require_weights("a rollback")
         self._commit_answers.give(call, self.commits.roll_back(call))
 
     def _rename(self, call: RenameCall) -> None:
@@ -419,13 +419,14 @@ class Controller(HasParts):
         self._describe(call)
 
     def _describe(self, call: StatusCall | RenameCall) -> None:
+        why = self.live.hollow
         described = Described(
             capabilities=capabilities.with_store(self.staging.can, get_memory()),
             role=_ROLES[self.scheduler.disaggregation_mode.value],
             pause=self.pause.describe(),
             weights=self.commits.describe(),
             staging=self.staging.describe(),
-            memory=self.memory_release.describe(),
+            memory=MemoryStatus(weights="present" if why is None else "hollow", hollow=why),
         )
         for complete in STATUSES:
             complete(self, described)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -44,8 +44,8 @@ from sglang_inflight.messages import CONTROL_CALL, Call
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.by_version import send_control_output
-from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.other_writers import OtherWriters
+from sglang_inflight.scheduler.update.hollow import HollowWeights
 from sglang_inflight.sglang_types import get_device
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.answers import Capabilities
@@ -84,16 +84,20 @@ class Containment:
         self,
         scheduler: Scheduler,
         boundary: Boundary,
-        memory_release: MemoryRelease,
+        hollow: HollowWeights,
         answers: AnswerChannel,
         can: Capabilities,
+        *,
+        stop_reading: Callable[[str], None],
     ) -> None:
+        """``stop_reading`` returns when no other thread reads the weights."""
+        self._stop_reading = stop_reading
         self._can = can
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
-        self._memory_release = memory_release
-        self._writers = OtherWriters(scheduler, boundary, memory_release)
+        self._hollow = hollow
+        self._writers = OtherWriters(scheduler, boundary, hollow)
         self.background = BackgroundHandlers(scheduler)
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:
@@ -114,7 +118,7 @@ class Containment:
         @functools.wraps(handler)
         def contained(request: Any) -> Any:
             try:
-                check(request, self._scheduler, self._boundary, self._memory_release)
+                check(request, self._scheduler, self._boundary, self._hollow, self._stop_reading)
                 with self._writers.around(request):
                     output = handler(request)
             except Exception as error:
@@ -235,16 +239,21 @@ class BackgroundHandlers:
 
 
 def check(
-    request: Any, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
+    request: Any,
+    scheduler: Scheduler,
+    boundary: Boundary,
+    hollow: HollowWeights,
+    stop_reading: Callable[[str], None],
 ) -> None:
     """Raise ``Refused``, or a subclass, before the handler of ``request`` changes anything."""
     if isinstance(request, _READS_WEIGHTS):
-        memory_release.require_weights(type(request).__name__)
+        hollow.require_weights(type(request).__name__)
     elif isinstance(request, ReleaseMemoryOccupationReqInput):
         if twice := set(_tags(request)) & scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory is released already: {', '.join(sorted(twice))}")
         _require_idle(scheduler, boundary)
-        memory_release.leave_weights(_tags(request))
+        if GPU_MEMORY_TYPE_WEIGHTS in _tags(request):
+            stop_reading("the weights' memory is released")
     elif isinstance(request, ResumeMemoryOccupationReqInput):
         if held := set(_tags(request)) - scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory was not released: {', '.join(sorted(held))}")

@@ -33,8 +33,8 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.memory.copies import Copy
-from sglang_inflight.scheduler.memory.release import MemoryRelease
+from sglang_inflight.scheduler.update.copies import Copy
+from sglang_inflight.scheduler.update.hollow import HollowWeights
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Conflict, Refused
@@ -57,12 +57,10 @@ _RESET = "reset_tensors"
 class OtherWriters:
     """Wraps the handlers above. Only the scheduler's thread calls it."""
 
-    def __init__(
-        self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, hollow: HollowWeights) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
-        self._memory_release = memory_release
+        self._hollow = hollow
 
     @contextmanager
     def around(self, request: Any) -> Iterator[None]:
@@ -83,7 +81,7 @@ class OtherWriters:
         elif isinstance(request, ResumeMemoryOccupationReqInput):
             resume: MemoryRequest = request
             yield
-            self._memory_release.resumed_by_sglang(resume.tags)
+            self._hollow.resumed_by_sglang(resume.tags)
         else:
             yield
 
@@ -101,9 +99,7 @@ class OtherWriters:
             yield
         finally:
             kept.put_back()
-            self._memory_release.overwritten(
-                "/weights_checker has overwritten them (reset_tensors)"
-            )
+            self._hollow.overwritten("/weights_checker has overwritten them (reset_tensors)")
 
     def _copy_tensors_not_in_checkpoints(self) -> Copy:
         """Copy the tensors that updates cannot restore.
@@ -111,10 +107,10 @@ class OtherWriters:
         Raise ``Conflict`` if any rank must keep its weights.
         """
         kept: Copy | None = None
-        refusal = self._memory_release.why_not_overwritten() or self._why_requests_would_end()
+        refusal = self._hollow.why_not_overwritten() or self._why_requests_would_end()
         if refusal is None:
             try:
-                kept = self._memory_release.copy_beside_updates()
+                kept = self._hollow.copy_beside_updates()
             except (OSError, RuntimeError) as error:
                 refusal = f"tensors outside checkpoints could not be copied: {error}"
         if is_true_on_any_rank(refusal is not None) or kept is None:
@@ -147,7 +143,7 @@ class OtherWriters:
             yield
         finally:
             if is_true_on_any_rank(self._read() != before):
-                self._memory_release.overwritten(f"the RPC {method!r} has written them")
+                self._hollow.overwritten(f"the RPC {method!r} has written them")
 
     def _read(self) -> str:
         """Return a checksum of this rank's weights, comparable on this rank only."""

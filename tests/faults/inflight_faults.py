@@ -28,11 +28,11 @@ def install() -> None:
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_inflight.extensions.memory.on_rank import MemoryRelease
     from sglang_inflight.extensions.nodes import check, relay
     from sglang_inflight.extensions.saves.files import NewFile
     from sglang_inflight.reference import PageSaver
     from sglang_inflight.scheduler.boundary import Boundary
-    from sglang_inflight.scheduler.memory.release import MemoryRelease
     from sglang_inflight.scheduler.update.jobs import Jobs
 
     check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))

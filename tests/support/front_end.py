@@ -12,11 +12,19 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.extensions.memory.front_end import Memory
+from sglang_inflight.extensions.memory.messages import (
+    CancelReleaseCall,
+    Moved,
+    PrepareReleaseCall,
+    PrepareResumeCall,
+    ReleaseCall,
+    ResumeCall,
+)
 from sglang_inflight.extensions.transparent import TransparentSettings
 from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.handlers import direct_handlers
-from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
@@ -25,7 +33,6 @@ from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import (
-    CancelReleaseCall,
     CommitCall,
     Committed,
     ContinueCall,
@@ -36,17 +43,12 @@ from sglang_inflight.messages import (
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
-    Moved,
     OpenCall,
     Opened,
     PauseCall,
     Paused,
-    PrepareReleaseCall,
-    PrepareResumeCall,
     RankAnswer,
-    ReleaseCall,
     RenameCall,
-    ResumeCall,
     Resumed,
     RollbackCall,
     SealCall,
@@ -317,11 +319,15 @@ class FrontEnd:
             manager,
             self.pauses,
             self.updates,
-            self.memory,
             self.groups,
             version_waits=NO_WAITS,
             fleet_version=NO_FLEET,
             ask_status=NO_STATUS,
+        ).with_more(
+            {
+                "release_memory_occupation": self.memory.release,
+                "resume_memory_occupation": self.memory.resume,
+            }
         )
         if transparent:
             self.handlers = Transparent(
@@ -329,7 +335,6 @@ class FrontEnd:
                 manager,
                 self.pauses,
                 self.updates,
-                self.memory,
                 self.groups,
                 settings,
                 can,

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from fastapi import Request
 
+from sglang_inflight.extensions.memory.messages import ReleaseCall
 from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.http.endpoints import while_connected
 from sglang_inflight.frontend.http.routes import endpoint_of
-from sglang_inflight.messages import ReleaseCall
 from sglang_inflight.vocabulary.answers import MEMORY, Begun, Grant
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,

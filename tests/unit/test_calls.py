@@ -9,12 +9,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
-from sglang_inflight.extensions.adapters.adapters import Adapters, add_handlers
+from sglang_inflight.extensions.adapters.adapters import add_handlers
+from sglang_inflight.extensions.memory import front_end as memory
 from sglang_inflight.extensions.saves import front_end as saves
 from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
-from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
@@ -30,7 +30,6 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     classes: dict[str, Any] = {
         "pauses": Pauses,
         "updates": Updates,
-        "memory": Memory,
         "groups": Groups,
         "version_waits": VersionWaits,
         "fleet_version": FleetVersion,
@@ -38,9 +37,10 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     by_class: Any = {name: each.__new__(each) for name, each in classes.items()}
     nothing: Any = SimpleNamespace()
     direct = direct_handlers(nothing, **by_class, ask_status=nothing)
-    adapters = Adapters.__new__(Adapters)
-    front_end: Any = SimpleNamespace(ranks=None, settings=SETTINGS, part=lambda _: adapters)
-    for add in (saves.add_handlers, add_handlers):
+    front_end: Any = SimpleNamespace(
+        ranks=None, settings=SETTINGS, part=lambda kind: kind.__new__(kind)
+    )
+    for add in (saves.add_handlers, memory.add_handlers, add_handlers):
         direct = add(front_end, nothing, direct)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct

@@ -11,9 +11,9 @@ import pytest
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_inflight.scheduler.memory import copies
-from sglang_inflight.scheduler.memory.copies import FileCopy, HostCopy
-from sglang_inflight.scheduler.memory.host import available, available_to_this_rank
+from sglang_inflight.host_memory import available, available_to_this_rank
+from sglang_inflight.scheduler.update import copies
+from sglang_inflight.scheduler.update.copies import FileCopy, HostCopy
 from sglang_inflight.vocabulary.errors import Conflict
 
 GB = 1 << 30

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from sglang_inflight.scheduler.memory import machine
-from sglang_inflight.scheduler.memory.machine import (
+from sglang_inflight.extensions.memory import machine
+from sglang_inflight.extensions.memory.machine import (
     GRAPHS,
     KINDS,
     KV_CACHE,
@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.memory.machine import (
 
 def test_docstrings_table_matches_machine() -> None:
     assert machine.__doc__ is not None
-    rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+) +(\w+)$", machine.__doc__, re.MULTILINE)
+    rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+)$", machine.__doc__, re.MULTILINE)
     assert rows[0] == ("event", *(where.name for where in Where))
     table = {
         (Event(row), where): Where[cell]
@@ -44,40 +44,33 @@ def after(*events: Event) -> Where | None:
     return None if memory is None else memory[WEIGHTS]
 
 
-def test_lost_weights_are_hollow_until_filled() -> None:
-    """Only an order of events with a fill serves lost weights again."""
+def test_memory_is_released_from_a_release_until_its_resume() -> None:
     for events in itertools.product(Event, repeat=6):
         memory: Memory | None = PRESENT
-        is_lost = is_away = False
+        is_away = False
         for event in events:
             assert memory is not None
             before, memory = memory, move(memory, {WEIGHTS: event})
             if memory is None:
-                # refused: a resume of present memory, or another event on absent memory
+                # refused: a resume of present memory, or a release of absent memory
                 assert (event is Event.RESUME) != is_away
                 assert released(before) == ([WEIGHTS] if is_away else [])
                 break
-            is_away = event in (Event.KEEP, Event.DISCARD)
-            loses = event in (Event.DISCARD, Event.OVERWRITE)
-            is_lost = (is_lost or loses) and event is not Event.FILLED
-            assert (memory[WEIGHTS] is Where.PRESENT) == (not is_lost and not is_away)
-            assert (released(memory) == [WEIGHTS]) == is_away
+            is_away = event is not Event.RESUME
+            assert released(memory) == ([WEIGHTS] if is_away else [])
+            assert (memory[WEIGHTS] is Where.LOST) == (event is Event.DISCARD)
 
 
 @pytest.mark.parametrize(
     ("events", "where"),
     [
+        ((Event.KEEP,), Where.AWAY),
         ((Event.KEEP, Event.RESUME), Where.PRESENT),
-        ((Event.DISCARD, Event.RESUME), Where.HOLLOW),
-        # a copy of hollow memory is hollow
-        ((Event.DISCARD, Event.RESUME, Event.KEEP, Event.RESUME), Where.HOLLOW),
-        ((Event.DISCARD, Event.RESUME, Event.FILLED), Where.PRESENT),
-        ((Event.OVERWRITE, Event.KEEP, Event.RESUME, Event.OVERWRITE), Where.HOLLOW),
-        ((Event.OVERWRITE, Event.FILLED), Where.PRESENT),
-        ((Event.KEEP, Event.OVERWRITE), None),
+        ((Event.DISCARD, Event.RESUME), Where.PRESENT),
+        ((Event.DISCARD, Event.RESUME, Event.DISCARD), Where.LOST),
         ((Event.KEEP, Event.KEEP), None),
+        ((Event.DISCARD, Event.KEEP), None),
         ((Event.RESUME,), None),
-        ((Event.KEEP, Event.FILLED), None),
     ],
 )
 def test_event_order_ends_in_expected_state(events: tuple[Event, ...], where: Where | None) -> None:

@@ -29,7 +29,7 @@ from sglang_inflight.vocabulary.labels import VersionLabel
 NOBODY: Any = None
 
 
-class MemoryRelease:
+class HollowWeights:
     """Records the reports of such writes."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class MemoryRelease:
 
 
 @pytest.fixture
-def memory_release() -> MemoryRelease:
-    return MemoryRelease()
+def hollow() -> HollowWeights:
+    return HollowWeights()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def handle(
-    memory_release: MemoryRelease, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    hollow: HollowWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any], None]:
     """SGLang's handling of a request, on a scheduler with a plugin's methods."""
     monkeypatch.setattr(other_writers, "is_true_on_any_rank", bool)
@@ -75,7 +75,7 @@ def handle(
 
     Extended.configure_logging.__module__ = Scheduler.__module__
     scheduler: Any = Extended()
-    anyone: Any = memory_release
+    anyone: Any = hollow
     writers = OtherWriters(scheduler, NOBODY, anyone)
 
     def handle(request: Any) -> None:
@@ -87,30 +87,30 @@ def handle(
 
 
 def test_weights_written_by_an_rpc_are_noticed(
-    handle: Callable[[Any], None], memory_release: MemoryRelease
+    handle: Callable[[Any], None], hollow: HollowWeights
 ) -> None:
     handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
-    assert memory_release.noticed == []
+    assert hollow.noticed == []
     handle(RpcReqInput(method="scale", parameters={"by": 3.0}))
-    assert memory_release.noticed == ["the RPC 'scale' has written them"]
+    assert hollow.noticed == ["the RPC 'scale' has written them"]
 
 
 def test_rpc_without_a_write_is_not_reported(
-    handle: Callable[[Any], None], memory_release: MemoryRelease, model: nn.Module
+    handle: Callable[[Any], None], hollow: HollowWeights, model: nn.Module
 ) -> None:
     with pytest.raises(TypeError):
         handle(RpcReqInput(method="scale", parameters={"times": 3.0}))
-    assert memory_release.noticed == []
+    assert hollow.noticed == []
     model.get_parameter("weight").data.fill_(float("nan"))
     handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
-    assert memory_release.noticed == []
+    assert hollow.noticed == []
 
 
 def test_sglangs_own_rpcs_are_not_checked(
-    handle: Callable[[Any], None], memory_release: MemoryRelease
+    handle: Callable[[Any], None], hollow: HollowWeights
 ) -> None:
     handle(RpcReqInput(method="configure_logging"))
-    assert memory_release.noticed == []
+    assert hollow.noticed == []
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_sglangs_own_rpcs_are_not_checked(
     ids=lambda request: type(request).__name__,
 )
 def test_sglangs_update_requests_are_refused(
-    handle: Callable[[Any], None], memory_release: MemoryRelease, request_of_sglang: Any
+    handle: Callable[[Any], None], hollow: HollowWeights, request_of_sglang: Any
 ) -> None:
     with pytest.raises(Refused, match=f"{type(request_of_sglang).__name__} .*HTTP routes"):
         handle(request_of_sglang)
-    assert memory_release.noticed == []
+    assert hollow.noticed == []
 
 
 def test_memory_resumed_by_sglang_is_noticed(
-    handle: Callable[[Any], None], memory_release: MemoryRelease
+    handle: Callable[[Any], None], hollow: HollowWeights
 ) -> None:
     handle(ResumeMemoryOccupationReqInput(tags=["weights"]))
-    assert memory_release.noticed == [["weights"]]
+    assert hollow.noticed == [["weights"]]
 
 
 def test_rollback_to_unnamed_weights_is_not_offered() -> None:

@@ -16,7 +16,7 @@ NOT_NEEDED: Any = None
 
 def check(seconds: float | None) -> None:
     request = SlowDownReqInput(forward_sleep_time=seconds)
-    isolation.check(request, NOT_NEEDED, NOT_NEEDED, NOT_NEEDED)
+    isolation.check(request, NOT_NEEDED, NOT_NEEDED, NOT_NEEDED, NOT_NEEDED)
 
 
 def test_slow_down_is_bounded_by_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_inflight.extensions.memory.messages import PrepareReleaseCall
 from sglang_inflight.messages import (
     DiskSource,
     Done,
     DropCall,
     InflightCall,
     OpenCall,
-    PrepareReleaseCall,
     SealCall,
     StageCall,
     Staged,

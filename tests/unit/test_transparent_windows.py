@@ -58,12 +58,10 @@ class NoPauses:
 class TransparentPlay(Play):
     def __init__(self) -> None:
         super().__init__()
-        no_memory: Any = SimpleNamespace(release=None, resume=None)
         direct = direct_handlers(
             self.manager,
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
-            no_memory,
             self.groups,
             NO_WAITS,
             NO_FLEET,
@@ -74,7 +72,6 @@ class TransparentPlay(Play):
             self.manager,
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
-            no_memory,
             self.groups,
             SETTINGS,
             ALL,

@@ -52,8 +52,7 @@ class Played:
             can=ALL,
             updates=None,
             groups=None,
-            part=lambda _: None,
-            memory=SimpleNamespace(release=wait, released=released),
+            part=lambda _: SimpleNamespace(release=wait, released=released),
             settings=SimpleNamespace(update_timeout_s=1.0),
         )
         self.routes = _Routes(frontend, pauses._tokenizer_manager)

@@ -293,7 +293,7 @@ def handlers_of_saves(controller: Controller) -> dict[type[InflightCall[Any]], H
     saving = controller.part(Saving)
 
     def save(call: SaveCall) -> None:
-        controller.memory_release.require_weights("a save")
+        controller.hollow.require_weights("a save")
         saving.save(call, current_version=controller.versions.current)
 
     def end(call: EndSaveCall) -> None:

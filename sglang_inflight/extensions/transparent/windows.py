@@ -46,7 +46,6 @@ from sglang_inflight.extensions.transparent import TransparentSettings
 from sglang_inflight.frontend.aio import SharedCall, keep
 from sglang_inflight.frontend.frontend import HANDLERS, Frontend
 from sglang_inflight.frontend.handlers import Arrival, Handler, Handlers
-from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
@@ -202,7 +201,7 @@ class Window:
             self.grace.cancel()
 
 
-@HANDLERS.join()
+@HANDLERS.join(order=1)
 def become_transparent(
     frontend: Frontend, tokenizer_manager: TokenizerManager, handlers: Handlers
 ) -> Handlers:
@@ -211,7 +210,6 @@ def become_transparent(
         tokenizer_manager,
         frontend.pauses,
         frontend.updates,
-        frontend.memory,
         frontend.groups,
         frontend.settings,
         frontend.can,
@@ -235,7 +233,6 @@ class Transparent:
         tokenizer_manager: TokenizerManager,
         pauses: Pauses,
         updates: Updates,
-        memory: Memory,
         groups: Groups,
         settings: Settings,
         can: Capabilities,
@@ -251,7 +248,6 @@ class Transparent:
         self._tokenizer_manager = tokenizer_manager
         self._pauses = pauses
         self._updates = updates
-        self._memory = memory
         self._groups = groups
         self._can = can
         self._settings = settings
@@ -440,14 +436,15 @@ class Transparent:
         return self._window is not None and self._window.pause_id is None
 
     async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:
+        release = self._direct["release_memory_occupation"]
         window = self._window
         if window is None:
-            return await self._memory.release(body)
+            return await release(body)
         async with self._releasing:
             was_paused = window.pause_id is not None
             await self._pause_really(window)
             try:
-                return await self._memory.release(body)
+                return await release(body)
             except Refused:
                 # all memory is there, and this window's generation goes on
                 if not was_paused:

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.extensions.adapters.adapters import Adapters
+from sglang_inflight.extensions.memory.front_end import Memory
 from sglang_inflight.extensions.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.extensions.vllm.bodies import (
     AbortBody,
@@ -139,7 +140,7 @@ class _Routes:
         self._pauses = frontend.pauses
         self._caches = Caches(tokenizer_manager, frontend.ranks, frontend.can)
         self._updates = frontend.updates
-        self._memory = frontend.memory
+        self._memory = frontend.part(Memory)
         self._transfer = Transfer(
             frontend.groups,
             frontend.updates,

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sglang_inflight.vocabulary.errors import Conflict
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -133,7 +134,8 @@ class Live:
     exchanging: Exchange | None = None
     exchanged: int = 0
 
-    @property
+    # asked for at each step, so computed once
+    @cached_property
     def why_not_served(self) -> str | None:
         """Reason why no forward may use the weights, or None."""
         match self.contents:
@@ -146,7 +148,7 @@ class Live:
             case Lost():
                 return "The weights are lost: their memory was released, and no copy was kept."
 
-    @property
+    @cached_property
     def reachable(self) -> Previous | None:
         """The previous version, if a swap brings it back now."""
         return self.previous if self.previous is not None and self.previous.is_held else None

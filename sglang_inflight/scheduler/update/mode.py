@@ -7,8 +7,8 @@ import logging
 
 import torch
 
+from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.scheduler.collectives import min_over_ranks
-from sglang_inflight.scheduler.memory.host import available_to_this_rank
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.vocabulary.errors import BadSetting
 

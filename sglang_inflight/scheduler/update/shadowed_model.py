@@ -15,6 +15,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
 
+from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.messages import (
     DIRECT,
     OF_CHECKPOINT,
@@ -24,7 +25,6 @@ from sglang_inflight.messages import (
     TensorSource,
     is_sparse,
 )
-from sglang_inflight.scheduler.memory.host import available_to_this_rank
 from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from sglang_inflight.scheduler.memory.host import available_to_this_rank, pinned_bytes
+from sglang_inflight.host_memory import available_to_this_rank, pinned_bytes
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
     Changes,

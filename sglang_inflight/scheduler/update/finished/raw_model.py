@@ -25,7 +25,7 @@ import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
 
-from sglang_inflight.scheduler.memory.host import pinned_bytes
+from sglang_inflight.host_memory import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in

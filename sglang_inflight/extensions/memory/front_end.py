@@ -1,6 +1,6 @@
 """Release and resume memory on all ranks while requests wait.
 
-``scheduler/memory/release.py`` has a rank's part. Every rank votes before any rank acts: if one
+``on_rank.py`` has a rank's part. Every rank votes before any rank acts: if one
 rank refuses or is silent, all ranks keep their memory and run on.
 """
 
@@ -17,19 +17,21 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
-from sglang_inflight.frontend.updates.two_phase import TwoPhase
-from sglang_inflight.messages import (
+from sglang_inflight.extensions.memory.messages import (
     CancelReleaseCall,
-    Failed,
     Moved,
     PrepareReleaseCall,
     PrepareResumeCall,
     ReleaseCall,
     ResumeCall,
 )
+from sglang_inflight.frontend.aio import carry_through
+from sglang_inflight.frontend.frontend import ENDS, FRONT_PARTS, HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handlers
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.messages import Failed
 from sglang_inflight.vocabulary.answers import GONE, Capabilities, MemoryMoved, RankMemory
 from sglang_inflight.vocabulary.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.vocabulary.errors import HalfDone, RankSilent, Refused
@@ -162,6 +164,32 @@ class Memory:
         except RankSilent:
             # a silent rank handles the message at its next step boundary
             pass
+
+
+@FRONT_PARTS.join()
+def make_memory(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Memory:
+    return Memory(
+        tokenizer_manager, frontend.ranks, frontend.pauses, frontend.two_phase, frontend.can
+    )
+
+
+@HANDLERS.join()
+def add_handlers(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
+    memory = frontend.part(Memory)
+    return handlers.with_more(
+        {
+            "release_memory_occupation": memory.release,
+            "resume_memory_occupation": memory.resume,
+        }
+    )
+
+
+@ENDS.join()
+async def resume_all(frontend: Frontend) -> None:
+    """Resume all memory, so that requests can end: with 503 on hollow weights."""
+    memory = frontend.part(Memory)
+    if released := await memory.released():
+        await memory.resume(ResumeMemoryBody(tags=released))
 
 
 def read_tags(tags: list[str] | None) -> list[str]:

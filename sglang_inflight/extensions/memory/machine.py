@@ -1,19 +1,16 @@
 """The memory machine: states of each kind of memory. Pure data, with no scheduler or device.
 
-    event     PRESENT   AWAY      LOST      HOLLOW
-    keep      AWAY      refused   refused   LOST
-    discard   LOST      refused   refused   LOST
-    resume    refused   PRESENT   HOLLOW    refused
-    filled    PRESENT   refused   refused   PRESENT
-    overwrite HOLLOW    refused   refused   HOLLOW
+    event     PRESENT   AWAY      LOST
+    keep      AWAY      refused   refused
+    discard   LOST      refused   refused
+    resume    refused   PRESENT   PRESENT
 
-PRESENT: as loaded, or as last committed. AWAY: its memory is released, and its contents will come
-back. LOST: its memory is released, and its contents are gone. HOLLOW: its memory is here, with
-unknown contents. Only weights can be lost. A KV cache is released only when no request needs it,
-and CUDA graphs keep their contents.
+AWAY: its memory is released, and its contents will come back. LOST: its memory is released, and its
+contents are gone. Only weights can be lost, and they come back hollow (``update/live_machine.py``).
+A KV cache is released only when no request needs it, and CUDA graphs keep their contents.
 
 A call moves all kinds of memory in it, or none. Every rank has the same table, and gives it the
-same events in the same order. The outcome of ``filled`` may differ, so all ranks vote for it.
+same events in the same order.
 """
 
 from __future__ import annotations
@@ -40,29 +37,20 @@ class Where(enum.Enum):
     PRESENT = "present"
     AWAY = "away"
     LOST = "lost"
-    HOLLOW = "hollow"
 
 
 class Event(enum.Enum):
     KEEP = "keep"
     DISCARD = "discard"
     RESUME = "resume"
-    FILLED = "filled"
-    OVERWRITE = "overwrite"
 
 
 # a missing key is a refusal
 MOVES: dict[tuple[Event, Where], Where] = {
     (Event.KEEP, Where.PRESENT): Where.AWAY,
-    (Event.KEEP, Where.HOLLOW): Where.LOST,
     (Event.DISCARD, Where.PRESENT): Where.LOST,
-    (Event.DISCARD, Where.HOLLOW): Where.LOST,
     (Event.RESUME, Where.AWAY): Where.PRESENT,
-    (Event.RESUME, Where.LOST): Where.HOLLOW,
-    (Event.FILLED, Where.PRESENT): Where.PRESENT,
-    (Event.FILLED, Where.HOLLOW): Where.PRESENT,
-    (Event.OVERWRITE, Where.PRESENT): Where.HOLLOW,
-    (Event.OVERWRITE, Where.HOLLOW): Where.HOLLOW,
+    (Event.RESUME, Where.LOST): Where.PRESENT,
 }
 
 Memory = Mapping[str, Where]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 
-from sglang_inflight.scheduler.memory.machine import KV_CACHE, WEIGHTS
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.coverage import can_mark
 from sglang_inflight.scheduler.update.shadow import weights_of
@@ -38,11 +38,11 @@ class MemoryRegions:
 
     def of(self, kind: str) -> Iterator[torch.Tensor]:
         """Yield the tensors of ``kind``, for a memory saver without a record of allocations."""
-        if kind == WEIGHTS:
+        if kind == GPU_MEMORY_TYPE_WEIGHTS:
             for runner in self._runners:
                 yield from runner.model.parameters()
                 yield from runner.model.buffers()
-        elif kind == KV_CACHE:
+        elif kind == GPU_MEMORY_TYPE_KV_CACHE:
             yield self._scheduler.req_to_token_pool.req_to_token
             for runner in self._runners:
                 for name in _BUFFERS:
@@ -51,7 +51,7 @@ class MemoryRegions:
 
     def all_of_models(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that loading the models has made."""
-        yield from self.of(WEIGHTS)
+        yield from self.of(GPU_MEMORY_TYPE_WEIGHTS)
         yield from self._beside_weights()
 
     def tensors_not_in_checkpoints(self) -> Iterator[torch.Tensor]:

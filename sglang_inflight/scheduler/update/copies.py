@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_inflight.scheduler.memory.host import available_to_this_rank, pinned_bytes
+from sglang_inflight.host_memory import available_to_this_rank, pinned_bytes
 from sglang_inflight.storages import distinct_storages
 from sglang_inflight.vocabulary.errors import Conflict
 

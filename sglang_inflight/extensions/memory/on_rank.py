@@ -1,7 +1,7 @@
 """Releases a rank's memory while its requests wait, and resumes it.
 
 A release has two phases, so that all ranks release or none. Steps that can be refused or can fail
-come before the rank's vote, its answer to the front end (``frontend/memory.py``). After its vote a
+come before the rank's vote, its answer to the front end (``front_end.py``). After its vote a
 rank makes no step. Neither our code nor an admitted handler of SGLang's touches released memory:
 on CUDA that would end the process.
 
@@ -17,27 +17,14 @@ unless the caller asks to discard all.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from sglang_inflight.messages import (
-    CancelReleaseCall,
-    Done,
-    Moved,
-    PrepareReleaseCall,
-    PrepareResumeCall,
-    ReleaseCall,
-    ResumeCall,
-)
-from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.memory.copies import Copy, copy_of
-from sglang_inflight.scheduler.memory.machine import (
+from sglang_inflight.extensions.memory.machine import (
     KINDS,
     KV_CACHE,
     PRESENT,
@@ -48,22 +35,43 @@ from sglang_inflight.scheduler.memory.machine import (
     move,
     released,
 )
-from sglang_inflight.scheduler.memory.regions import MemoryRegions, bytes_in_use, trim
+from sglang_inflight.extensions.memory.messages import (
+    CancelReleaseCall,
+    Moved,
+    PrepareReleaseCall,
+    PrepareResumeCall,
+    ReleaseCall,
+    ResumeCall,
+)
+from sglang_inflight.messages import Described, Done, InflightCall
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
+from sglang_inflight.scheduler.controller import (
+    CALLS,
+    CONTENTS,
+    PARTS,
+    STATUSES,
+    Controller,
+    Handler,
+)
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.update.live_machine import Empty, Fill, Filled, Lose, Miss
+from sglang_inflight.scheduler.update.copies import Copy, copy_of
+from sglang_inflight.scheduler.update.hollow import BRINGS_BACK
+from sglang_inflight.scheduler.update.live_machine import Empty, Lose
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.regions import MemoryRegions, bytes_in_use, trim
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.sglang_types import get_exec, get_model, get_parallel
 from sglang_inflight.vocabulary.answers import MemoryStatus
-from sglang_inflight.vocabulary.errors import BadSetting, Conflict, Dropped, HalfDone
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, HalfDone
 
 if TYPE_CHECKING:
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     from sglang_inflight.sglang_types import Scheduler
 
-logger = logging.getLogger(__name__)
 # the weights of each draft, by role
 Drafts = Mapping[str, Sequence[torch.Tensor]]
 
@@ -90,9 +98,6 @@ class _Prepared:
             raise Dropped("the release was cancelled")
 
 
-BRINGS_BACK = "resume_memory_occupation brings it back"
-
-
 class MemoryRelease:
     """The memory of one rank. Only the scheduler's thread calls it."""
 
@@ -106,12 +111,8 @@ class MemoryRelease:
         answers: AnswerChannel,
         *,
         stop_reading: Callable[[str], None],
-        require_update: bool,
     ) -> None:
-        """``require_update``: serve no request from the weights loaded at start.
-
-        ``stop_reading`` returns when no other thread reads the weights.
-        """
+        """``stop_reading`` returns when no other thread reads the weights."""
         self._stop_reading = stop_reading
         self._scheduler = scheduler
         self._boundary = boundary
@@ -137,11 +138,6 @@ class MemoryRelease:
         if look_in is not None:
             look_in(self._occupants.of)
         self._saver_copies = self._is_backup_wanted and look_in is None
-        if require_update:
-            if (why := staging.refusal or staging.why_not_filled) is not None:
-                raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
-            self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
-            live.move(Empty("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)"))
 
     # ---- a release -------------------------------------------------------------------
 
@@ -192,7 +188,8 @@ class MemoryRelease:
         self._answer(call, moved, started)
 
     def _release_memory(self, prepared: _Prepared, moved: dict[str, int]) -> None:
-        self.leave_weights(prepared.events)
+        if WEIGHTS in prepared.events:
+            self._stop_reading("the weights' memory is released")
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
         trim(self._device)
@@ -233,7 +230,10 @@ class MemoryRelease:
         # Weights are not lost without a saver, or with --enable-weights-cpu-backup. Weights that
         # no update can bring must not be lost.
         can_be_lost = self._saver.enabled and not self._is_backup_wanted and self._why_kept is None
-        if WEIGHTS in events and can_be_lost and call.keep_weights != "host":
+        if WEIGHTS in events and (
+            # a copy of hollow weights is hollow
+            self._live.hollow is not None or (can_be_lost and call.keep_weights != "host")
+        ):
             events[WEIGHTS] = Event.DISCARD
         return events
 
@@ -331,7 +331,7 @@ class MemoryRelease:
             failure = error
         if is_true_on_any_rank(failure is not None):
             raise HalfDone(f"memory did not come back: {failure or 'another rank failed'}")
-        self._until_filled = call.until_filled
+        self._until_filled = call.until_filled and self._live.hollow is not None
         self._update_hold()
         self._answer(call, moved, started)
 
@@ -350,101 +350,26 @@ class MemoryRelease:
                 trim(self._device)
             self._synchronize()
             self._scheduler.weight_updater.offload_tags.discard(kind)
+            was_lost = self._memory[kind] is Where.LOST
             after = self._after_return([kind])
             assert after is not None
             self._memory = after
-            if after[WEIGHTS] is Where.HOLLOW and kind == WEIGHTS:
+            if was_lost:
                 self._live.move(Empty("they were released and no copy was kept", self._kept))
             moved[kind] = max(0, bytes_in_use(self._device) - before)
 
-    def after_filling(self) -> None:
-        """Continue generation if an update has made hollow weights whole on all ranks.
-
-        One rank alone would make a step without the others.
-        """
-        if is_true_on_any_rank(not isinstance(self._live.contents, Filled)):
-            self._live.move(Miss("another rank misses some of them"))
-            return
-        self._live.move(Fill())
-        after = move(self._memory, {WEIGHTS: Event.FILLED})
-        assert after is not None
-        self._memory = after
-        was_frozen = self._pause.state is PauseState.FROZEN
-        self._update_hold()
-        if was_frozen and self._pause.state is PauseState.RUNNING:
-            self._answers.send_generation_continues()
-
-    def leave_weights(self, tags: Iterable[str]) -> None:
-        """Have no other thread read the weights if ``tags``, about to be released, have them."""
-        if WEIGHTS in tags:
-            self._stop_reading("the weights' memory is released")
-
-    # ---- another writer ----------------------------------------------------------------
-
-    def why_not_overwritten(self) -> str | None:
-        """Return why the weights must not be overwritten, or None if updates can restore them."""
-        if (why := self._staging.refusal) is not None:
-            return f"no update could bring the weights back: {why}"
-        if (why := self._why_not_held) is not None:
-            return f"this server cannot hold requests back until the weights are whole: {why}"
-        if self._staging.state is not StagingState.EMPTY:
-            return "a weight update is open. End or abort it first"
-        return None
-
-    @property
-    def _why_not_held(self) -> str | None:
-        if get_parallel().pp_size > 1:
-            return "the stages of a pipeline may have whole weights in different turns"
-        return self._staging.can.keep_weights
-
-    def copy_beside_updates(self) -> Copy:
-        """Copy the tensors that no update brings, to restore them after another writer."""
-        return copy_of(self._occupants.tensors_not_in_checkpoints(), self._device, _never_give_up)
-
-    def overwritten(self, why: str) -> None:
-        """Refuse generation after a write to live weights by other code, on all ranks.
-
-        Generation is refused until updates have written each element. Where written elements are
-        not counted (``InPlaceModel``), it is refused until one whole update. A server that cannot
-        hold requests back goes on serving. No rollback is possible: it would restore the
-        overwritten weights.
-        """
-        logger.warning("The contents of the weights are unknown: %s.", why)
-        self._live.lose_name()
-        if self._why_not_held is not None:
-            return
-        if self._staging.why_not_filled is None:
-            after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
-            assert after is not None
-            self._memory = after
-            # requests already waiting for hollow weights keep waiting
-            self._until_filled = self._until_filled and self._live.hollow is not None
-            self._live.move(Empty(why))
-        else:
-            roles = [role for role, _ in self._scheduler.weight_updater._select_runners("all")]
-            self._live.write_in_place(roles, why)
-        self._update_hold()
-        # ``/ready`` depends on it
-        self._answers.send_generation_continues()
-
-    def resumed_by_sglang(self, tags: list[str] | None) -> None:
-        """Forget the version's name after SGLang's own resume, on a server without pauses.
-
-        Without a backup the weights' contents are unknown, and SGLang serves them as they are.
-        """
-        if WEIGHTS in (tags or KINDS) and not self._saver_copies:
-            self._live.lose_name()
-
     # ---- queries -----------------------------------------------------------------------
 
-    def require_weights(self, who: str) -> None:
-        """Raise ``Conflict`` if the weights' memory is released: ``who`` would touch it."""
-        if WEIGHTS in self._scheduler.weight_updater.offload_tags:
-            raise Conflict(f"{who} needs the weights, and their memory is released: {BRINGS_BACK}")
+    def describe(self, status: MemoryStatus) -> MemoryStatus:
+        """Return ``status`` with the kinds of memory that are released."""
+        away = {kind: self._memory[kind].value for kind in released(self._memory)}
+        return msgspec.structs.replace(status, **away)
 
-    def describe(self) -> MemoryStatus:
-        where = {kind: self._memory[kind].value for kind in KINDS}
-        return MemoryStatus(**where, hollow=self._live.hollow)
+    def follow_contents(self) -> None:
+        """Continue, or hold back, after the weights have been filled or overwritten."""
+        # requests already waiting for hollow weights keep waiting
+        self._until_filled = self._until_filled and self._live.hollow is not None
+        self._update_hold()
 
     def _update_hold(self) -> None:
         """Hold generation back while memory is released or weights are awaited; else release it."""
@@ -473,8 +398,39 @@ class MemoryRelease:
             torch.get_device_module(self._device).synchronize()
 
 
-def _never_give_up() -> None:
-    pass
+@PARTS.join()
+def make_memory_release(controller: Controller) -> MemoryRelease:
+    return MemoryRelease(
+        controller.scheduler,
+        controller.boundary,
+        controller.pause,
+        controller.staging,
+        controller.live,
+        controller.answers,
+        stop_reading=controller.stop_reading_weights,
+    )
+
+
+@CALLS.join()
+def handlers_of_releases(controller: Controller) -> dict[type[InflightCall[Any]], Handler]:
+    release = controller.part(MemoryRelease)
+    return {
+        PrepareReleaseCall: release.prepare_release,
+        ReleaseCall: release.release,
+        CancelReleaseCall: release.cancel_release,
+        PrepareResumeCall: release.prepare_resume,
+        ResumeCall: release.resume,
+    }
+
+
+@CONTENTS.join()
+def follow_contents(controller: Controller) -> None:
+    controller.part(MemoryRelease).follow_contents()
+
+
+@STATUSES.join()
+def describe(controller: Controller, described: Described) -> None:
+    described.memory = controller.part(MemoryRelease).describe(described.memory)
 
 
 def _list(kinds: Iterable[str]) -> str:
