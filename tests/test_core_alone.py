@@ -63,6 +63,8 @@ def test_calls_of_extensions_are_not_there(core_server: Server, tmp_path: Path) 
         assert answer["status_code"] == 404, (path, answer)
     served = {"model_path": str(tmp_path), "load_format": "served", "non_blocking": True}
     refuse(core_server.post("/update_weights_from_disk", served), "is off")
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        refuse(core_server.post(path, {}), "is off", status_code=501)
     adapter = {"lora_name": "a", "lora_path": str(tmp_path)}
     sglangs = core_server.post("/load_lora_adapter", adapter)
     assert sglangs["status_code"] == 400

@@ -28,9 +28,10 @@ class Rank:
         scheduler: Any = SimpleNamespace(device="cpu")
         self.live = LiveWeights(scheduler)
         self.told: list[str] = []
-        self.pause: Any = SimpleNamespace(
+        pause: Any = SimpleNamespace(
             state=PauseState.RUNNING, hold_for_memory=self._hold, memory_is_back=self._go_on
         )
+        self.pause = pause
         staging: Any = SimpleNamespace(
             can=SimpleNamespace(keep_weights=None), why_not_filled=None, refusal=None
         )
@@ -42,7 +43,7 @@ class Rank:
         self.release._memory, self.release._until_filled = PRESENT, False
         self.hollow = HollowWeights(
             scheduler,
-            self.pause,
+            pause,
             staging,
             self.live,
             answers,

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from array import array
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_indexers_choices_that_drafts_overwrite_are_refused(
 
 
 def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = {
+    lists: dict[str, Iterable[Callable[..., Any]]] = {
         "AT_THE_DOOR": checks.AT_THE_DOOR,
         "PROMPT": checks.PROMPT,
         "PARAMETERS": checks.PARAMETERS,
@@ -217,6 +218,8 @@ def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch)
             each.compose(hook_modules())
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## A request's checks")[2]
     rows = re.findall(r"^\| (?:`(\w+)`)? ?\|.*?\| `(\w+)` \|", text.partition("\n## ")[0], re.M)
-    names = list(itertools.accumulate((name for name, _ in rows), lambda last, new: new or last))
+    names: list[str] = list(
+        itertools.accumulate((name for name, _ in rows), lambda last, new: new or last)
+    )
     said = list(zip(names, (check for _, check in rows), strict=True))
     assert said == [(name, check.__name__) for name, each in lists.items() for check in each]

@@ -12,10 +12,11 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import FlushCacheReqInput, FlushCacheReqOutput
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_inflight.extensions.memory.messages import CancelReleaseCall
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import CancelReleaseCall, Done, RankIsSilent, StatusCall
+from sglang_inflight.messages import Done, RankIsSilent, StatusCall
 from sglang_inflight.vocabulary.errors import OutcomeUnknown, RankSilent
 
 PATIENCE_S = 60.0
@@ -34,8 +35,9 @@ class FrontEnd:
         lifetime = Lifetime(manager)
         self.ranks = Ranks(manager, lifetime)
         self.control_calls = ControlCalls(self.ranks, lifetime)
-        self.communicator: Any = FanOutCommunicator(self.sent.put_nowait, 1)
-        self.communicator.inflight = self.control_calls
+        communicator: Any = FanOutCommunicator(self.sent.put_nowait, 1)
+        communicator.inflight = self.control_calls
+        self.communicator = communicator
 
     async def flush(self) -> list[Any]:
         """SGLang's own flush."""

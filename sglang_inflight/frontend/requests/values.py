@@ -189,9 +189,10 @@ def require_options(_: object, prompt: Prompt) -> None:
                 f"input_embeds must be lists of {config.hidden_size} numbers; the one at position "
                 f"{position} is not"
             )
+    given: Any = obj.custom_logit_processor
     try:
-        if obj.custom_logit_processor:
-            processor = msgspec.json.decode(obj.custom_logit_processor, type=_Processor)
+        if given:
+            processor = msgspec.json.decode(given, type=_Processor)
             bytes.fromhex(processor.callable)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise ValueError(f"custom_logit_processor is not what to_str() gives: {error}") from error
