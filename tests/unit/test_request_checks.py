@@ -18,7 +18,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from harness.starting import ROOT
-from sglang_inflight.frontend.requests import checks, contracts, values
+from sglang_inflight.extensions.records import checks as records
+from sglang_inflight.frontend.requests import checks, contracts
 from sglang_inflight.frontend.requests.checks import check_parameters, create_tokenized
 from sglang_inflight.frontend.requests.values import Prompt
 from sglang_inflight.joints import Joint
@@ -159,16 +160,16 @@ def test_rows_that_sglang_would_mix_up_are_refused(
     )
     getters = ("get_exec", "get_parallel", "get_memory", "get_spec", "get_disagg", "get_schedule")
     for getter in getters:
-        monkeypatch.setattr(values, getter, lambda: settings)
+        monkeypatch.setattr(records, getter, lambda: settings)
     asked: Any = SimpleNamespace(**{name: True}, sampling_params=SamplingParams())
     prompt = Prompt(None, None, NO_CONFIG, asked)
-    values.require_captured_rows(None, prompt)
+    records.require_captured_rows(None, prompt)
     setattr(settings, setting, value)
     with pytest.raises(ValueError, match=name):
-        values.require_captured_rows(None, prompt)
+        records.require_captured_rows(None, prompt)
     # a server that captures nothing answers without rows, as in SGLang
     setattr(settings.features, f"enable_{name}", False)
-    values.require_captured_rows(None, prompt)
+    records.require_captured_rows(None, prompt)
 
 
 def test_contract_of_a_diffusion_models_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,15 +193,15 @@ def test_indexers_choices_that_drafts_overwrite_are_refused(
         disable_overlap_schedule=True,
     )
     for getter in ("get_exec", "get_spec", "get_schedule"):
-        monkeypatch.setattr(values, getter, lambda: settings)
-    monkeypatch.setattr(values, "why_no_rows", lambda: None)
+        monkeypatch.setattr(records, getter, lambda: settings)
+    monkeypatch.setattr(records, "why_no_rows", lambda: None)
     asked: Any = SimpleNamespace(return_indexer_topk=True, sampling_params=SamplingParams())
     prompt = Prompt(None, None, NO_CONFIG, asked)
     if algorithm is None:
-        values.require_captured_rows(None, prompt)
+        records.require_captured_rows(None, prompt)
         return
     with pytest.raises(ValueError, match="return_indexer_topk"):
-        values.require_captured_rows(None, prompt)
+        records.require_captured_rows(None, prompt)
 
 
 def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,5 +6,8 @@ from sglang_inflight.extension import Extension
 
 EXTENSION = Extension(
     name="records",
-    modules=("sglang_inflight.extensions.records.captured",),
+    modules=(
+        "sglang_inflight.extensions.records.captured",
+        "sglang_inflight.extensions.records.checks",
+    ),
 )

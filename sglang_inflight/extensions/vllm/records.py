@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pybase64
 
-from sglang_inflight.frontend.requests.values import why_no_rows
+from sglang_inflight.extensions.records.checks import why_no_rows
 from sglang_inflight.messages import ADAPTER_VERSIONS, KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_exec
 from sglang_inflight.vocabulary.errors import Refused

@@ -107,7 +107,6 @@ PARAMETERS: Joint[Callable[[SamplingParams, int], None]] = Joint(
     "checks of sampling parameters",
     {
         10: values.check_sampling,
-        20: values.check_records,
         30: contracts.check_contract,
         40: values.check_max_version_lag,
     },
@@ -116,7 +115,6 @@ MESSAGE: Joint[PromptCheck] = Joint(
     "checks of tokenized prompts",
     {
         10: values.require_overrides,
-        20: values.require_captured_rows,
         30: values.require_types,
         40: contracts.require_keepable,
     },
