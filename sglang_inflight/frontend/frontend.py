@@ -11,7 +11,6 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight import capabilities
 from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.control_calls import ControlCalls
-from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
@@ -52,6 +51,10 @@ FRONT_PARTS: Joint[Callable[[Frontend, TokenizerManager], object]] = Joint("part
 
 # lets requests end, before the pauses of a server that shuts down are released
 ENDS: Joint[Callable[[Frontend], Awaitable[None]]] = Joint("end of a server")
+# takes in a rank's answer, after the front end has noted the served versions; not in a worker
+ANSWERS: Joint[Callable[[Frontend, RankAnswer], None]] = Joint("answers")
+# returns why the server is behind its fleet and takes no new request, or None
+BEHIND: Joint[Callable[[Frontend], str | None]] = Joint("behind the fleet")
 
 
 class Frontend(HasParts):
@@ -81,7 +84,6 @@ class Frontend(HasParts):
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         version = tokenizer_manager.config_value("weight_version")
         self.versions = ServedVersions(self.ranks.all, version)
-        self.fleet_version = FleetVersion(self.versions, self.pauses, min(self.ranks.all))
         self.version_waits = VersionWaits(
             self.versions,
             lambda name: self.adapter_label(name),
@@ -104,7 +106,6 @@ class Frontend(HasParts):
             self.updates,
             self.groups,
             self.version_waits,
-            self.fleet_version,
             self.status,
         )
         # returns the version that new requests of an adapter get, or None if it is not loaded
@@ -145,7 +146,8 @@ class Frontend(HasParts):
             self._served.take_answer(answer)
             self.pauses.take_answer(answer)
             self.versions.take_answer(answer)
-            self.fleet_version.take_answer(answer)
+            for take_in in ANSWERS:
+                take_in(self, answer)
             self.on_change()
         self.ranks.take_answer(answer)
         self.control_calls.take_rank_answer(answer)
@@ -169,7 +171,7 @@ class Frontend(HasParts):
         return write_status(
             ranks,
             sglangs_pause=self.pauses.sglangs.holds,
-            behind=self.fleet_version.why_behind,
+            behind=self.why_behind,
             extensions=self._extensions,
         )
 
@@ -177,7 +179,12 @@ class Frontend(HasParts):
         """Return why no new request is taken, besides pauses and SGLang's own reasons, or None."""
         if self.is_hollow:
             return "the weights are hollow: updates must bring all of them first"
-        return self.fleet_version.why_behind
+        return self.why_behind
+
+    @property
+    def why_behind(self) -> str | None:
+        """Why the server is behind its fleet, or None."""
+        return next(filter(None, (why(self) for why in BEHIND)), None)
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
@@ -56,7 +55,6 @@ def direct_handlers(
     updates: Updates,
     groups: Groups,
     version_waits: VersionWaits,
-    fleet_version: FleetVersion,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
     """Return handlers that carry calls out at once. ``Transparent`` replaces some of them."""
@@ -94,7 +92,6 @@ def direct_handlers(
         "destroy_weights_update_group": groups.leave,
         "update_weight_version": updates.rename,
         "rollback_weights": updates.roll_back,
-        "expect_version": fleet_version.expect,
         "get_weight_version": weight_version,
         "is_paused": is_paused,
         "inflight_status": status,

@@ -90,7 +90,6 @@ FIRST = Rank(0, 0, 0)
 # type of a body -> its call; GETs share one
 NAMES = {call.body: call.name for call in TABLE.values()}
 NO_WAITS: Any = SimpleNamespace(wait_for_epoch=None)
-NO_FLEET: Any = SimpleNamespace(expect=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
 # of a transparent window, in seconds
@@ -321,7 +320,6 @@ class FrontEnd:
             self.updates,
             self.groups,
             version_waits=NO_WAITS,
-            fleet_version=NO_FLEET,
             ask_status=NO_STATUS,
         ).with_more(
             {

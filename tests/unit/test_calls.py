@@ -10,10 +10,10 @@ import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
 from sglang_inflight.extensions.adapters.adapters import add_handlers
+from sglang_inflight.extensions.fleet import fleet_version as fleet
 from sglang_inflight.extensions.memory import front_end as memory
 from sglang_inflight.extensions.saves import front_end as saves
 from sglang_inflight.extensions.transparent.windows import Transparent
-from sglang_inflight.frontend.fleet_version import FleetVersion
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.requests.version_waits import VersionWaits
@@ -32,7 +32,6 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         "updates": Updates,
         "groups": Groups,
         "version_waits": VersionWaits,
-        "fleet_version": FleetVersion,
     }
     by_class: Any = {name: each.__new__(each) for name, each in classes.items()}
     nothing: Any = SimpleNamespace()
@@ -40,7 +39,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     front_end: Any = SimpleNamespace(
         ranks=None, settings=SETTINGS, part=lambda kind: kind.__new__(kind)
     )
-    for add in (saves.add_handlers, memory.add_handlers, add_handlers):
+    for add in (saves.add_handlers, memory.add_handlers, add_handlers, fleet.add_handler):
         direct = add(front_end, nothing, direct)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct

@@ -30,7 +30,7 @@ class FrontEnd(SimpleNamespace):
         super().__init__(
             versions=versions,
             pauses=SimpleNamespace(rejects=rejects),
-            fleet_version=SimpleNamespace(why_behind=None),
+            why_behind=None,
             model_names=SimpleNamespace(adapter_of=self._adapter_of),
             version_waits=VersionWaits(versions, lambda _: None, Lifetime(manager), timeout_s=60),
         )

@@ -40,7 +40,6 @@ from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, 
 from tests.support.front_end import (
     GRACE_S,
     NAMES,
-    NO_FLEET,
     NO_STATUS,
     NO_WAITS,
     FrontEnd,
@@ -64,7 +63,6 @@ class TransparentPlay(Play):
             self.updates,
             self.groups,
             NO_WAITS,
-            NO_FLEET,
             NO_STATUS,
         )
         self.handlers = Transparent(

@@ -13,5 +13,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.workers.worker",
     ),
     serves=("tokenizer_worker_num",),
-    requires=("aborts", "adapters"),
+    requires=("aborts", "adapters", "fleet"),
 )

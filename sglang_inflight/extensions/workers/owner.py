@@ -182,7 +182,7 @@ class Owner:
             adapter_versions=manager.inflight.part(Adapters).versions,
             rejects=manager.inflight.pauses.rejects,
             hollow=manager.inflight.is_hollow,
-            behind=manager.inflight.fleet_version.why_behind,
+            behind=manager.inflight.why_behind,
             forgotten=self._preprocessed.forgotten,
             adapters=_rows(manager.lora_registry.get_all_adapters()),
             reloadable=_rows(manager.lora_ref_cache),

@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang_inflight.extensions.aborts.aborts import Aborts
 from sglang_inflight.extensions.adapters.adapters import Adapters
 from sglang_inflight.extensions.adapters.moved_requests import count_as_moved
+from sglang_inflight.extensions.fleet.fleet_version import FleetVersion
 from sglang_inflight.extensions.workers.folder import OwnerEndpoint
 from sglang_inflight.extensions.workers.forward import Forward, abort, reload
 from sglang_inflight.extensions.workers.protocol import (
@@ -179,7 +180,7 @@ class Worker:
         if before.paused and not state.paused:
             keep(tokenizer_manager.asyncio_tasks, admit_requests(tokenizer_manager))
         self._frontend.is_hollow = state.hollow
-        self._frontend.fleet_version.why_behind = state.behind
+        self._frontend.part(FleetVersion).why_behind = state.behind
         self._frontend.pauses.owner_rejects = state.rejects
         self._adapters.replace_all(state.adapters)
         refs = map(as_sglangs, state.reloadable)

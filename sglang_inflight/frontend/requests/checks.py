@@ -71,7 +71,7 @@ def require_open(frontend: Frontend, _: Asked) -> None:
     A prefill server takes requests of every version of its fleet: a decode server may send it
     running requests, to recompute their KV.
     """
-    behind = frontend.fleet_version.why_behind
+    behind = frontend.why_behind
     if behind is not None and get_disagg().disaggregation_mode != "prefill":
         raise Behind(
             f"{behind}. Send the request to another server, or again later",

@@ -7,6 +7,10 @@ version or the expectation ends. Requests that run go on.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from sglang_inflight.frontend.frontend import ANSWERS, BEHIND, FRONT_PARTS, HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import rank_of
 from sglang_inflight.frontend.served_versions import ServedVersions
@@ -15,6 +19,9 @@ from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import Expected
 from sglang_inflight.vocabulary.bodies import ExpectBody
 from sglang_inflight.vocabulary.errors import Conflict
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class FleetVersion:
@@ -86,3 +93,23 @@ class FleetVersion:
             self._expected = self.why_behind = None
             return
         self.why_behind = why
+
+
+@FRONT_PARTS.join()
+def make_fleet_version(frontend: Frontend, _: TokenizerManager) -> FleetVersion:
+    return FleetVersion(frontend.versions, frontend.pauses, min(frontend.ranks.all))
+
+
+@HANDLERS.join()
+def add_handler(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
+    return handlers.with_more({"expect_version": frontend.part(FleetVersion).expect})
+
+
+@ANSWERS.join()
+def take_answer(frontend: Frontend, answer: RankAnswer) -> None:
+    frontend.part(FleetVersion).take_answer(answer)
+
+
+@BEHIND.join()
+def why_behind(frontend: Frontend) -> str | None:
+    return frontend.part(FleetVersion).why_behind
