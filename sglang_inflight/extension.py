@@ -42,6 +42,8 @@ class Extension:
     settings: type[Any] | None = None
     # SGLang's arguments whose values beside ``unsupported.ALONE`` need this extension
     serves: tuple[str, ...] = ()
+    # fields of a request's ``custom_params`` that nobody else heeds
+    takes: tuple[str, ...] = ()
     # rows of ``Capabilities`` that a server without this extension refuses
     offers: tuple[str, ...] = ()
     # names of the extensions that this one imports

@@ -38,6 +38,7 @@ from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
+from sglang_inflight.vocabulary.contracts import MAX_VERSION_LAG as MAX_VERSION_LAG
 
 # rendezvous with a trainer: torch.distributed, or vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
@@ -45,7 +46,6 @@ MeetBy = Literal["torch", "stateless"]
 # names in a request's meta_info and custom_params
 KV_VERSIONS = "kv_versions"
 ADAPTER_VERSIONS = "adapter_versions"
-MAX_VERSION_LAG = "max_version_lag"
 RECORDS = "records"
 # which forwards the rows of an answer come from: those that sampled its tokens, or those that made
 # the KV in use at its end

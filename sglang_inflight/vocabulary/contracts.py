@@ -23,6 +23,8 @@ from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel
 
 CUSTOM_PARAMS = "custom_params"
+# another field in that place: the most commits that a request's first token may be behind
+MAX_VERSION_LAG = "max_version_lag"
 
 # a version that is a decimal integer, as text or as a number
 Number = (

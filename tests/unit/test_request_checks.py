@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from harness.starting import ROOT
 from sglang_inflight.extensions.records import checks as records
-from sglang_inflight.frontend.requests import checks, contracts
+from sglang_inflight.frontend.requests import checks, contracts, untaken_fields
 from sglang_inflight.frontend.requests.checks import check_parameters, create_tokenized
 from sglang_inflight.frontend.requests.values import Prompt
 from sglang_inflight.joints import Joint
@@ -27,6 +27,7 @@ from sglang_inflight.plugin import every_hook, hook_modules
 
 VOCAB = 100
 NO_CONFIG: Any = None
+NO_FRONT_END: Any = None
 
 
 def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInput:
@@ -163,13 +164,13 @@ def test_rows_that_sglang_would_mix_up_are_refused(
         monkeypatch.setattr(records, getter, lambda: settings)
     asked: Any = SimpleNamespace(**{name: True}, sampling_params=SamplingParams())
     prompt = Prompt(None, None, NO_CONFIG, asked)
-    records.require_captured_rows(None, prompt)
+    records.require_captured_rows(NO_FRONT_END, prompt)
     setattr(settings, setting, value)
     with pytest.raises(ValueError, match=name):
-        records.require_captured_rows(None, prompt)
+        records.require_captured_rows(NO_FRONT_END, prompt)
     # a server that captures nothing answers without rows, as in SGLang
     setattr(settings.features, f"enable_{name}", False)
-    records.require_captured_rows(None, prompt)
+    records.require_captured_rows(NO_FRONT_END, prompt)
 
 
 def test_contract_of_a_diffusion_models_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +199,10 @@ def test_indexers_choices_that_drafts_overwrite_are_refused(
     asked: Any = SimpleNamespace(return_indexer_topk=True, sampling_params=SamplingParams())
     prompt = Prompt(None, None, NO_CONFIG, asked)
     if algorithm is None:
-        records.require_captured_rows(None, prompt)
+        records.require_captured_rows(NO_FRONT_END, prompt)
         return
     with pytest.raises(ValueError, match="return_indexer_topk"):
-        records.require_captured_rows(None, prompt)
+        records.require_captured_rows(NO_FRONT_END, prompt)
 
 
 def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +225,17 @@ def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch)
     )
     said = list(zip(names, (check for _, check in rows), strict=True))
     assert said == [(name, check.__name__) for name, each in lists.items() for check in each]
+
+
+@pytest.mark.parametrize("name", ["max_version_lag", "min_epoch", "weight_version"])
+def test_field_whose_extension_is_off_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    params = SamplingParams(custom_params={name: 1})
+    untaken_fields._untaken.cache_clear()
+    untaken_fields.refuse_untaken_fields(params, VOCAB)
+    monkeypatch.setattr(untaken_fields, "extensions_on", tuple)
+    untaken_fields._untaken.cache_clear()
+    with pytest.raises(ValueError, match=f"{name}: the extension that takes it is off"):
+        untaken_fields.refuse_untaken_fields(params, VOCAB)
+    untaken_fields._untaken.cache_clear()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_inflight.extension import Extension
 from sglang_inflight.settings import natural, setting
+from sglang_inflight.vocabulary.contracts import FIELDS, MAX_VERSION_LAG, WEIGHT_VERSION
 
 
 @dataclass(frozen=True)
@@ -25,4 +26,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.contracts.staleness",
     ),
     settings=ContractsSettings,
+    takes=(*(name for name in FIELDS if name != WEIGHT_VERSION), MAX_VERSION_LAG),
 )

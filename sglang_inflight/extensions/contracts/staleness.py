@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_inflight.extensions.contracts import ContractsSettings
-from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import COMMITS, PARTS, Controller
 from sglang_inflight.scheduler.outputs import OUTPUTS
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.settings import read
-from sglang_inflight.vocabulary.contracts import custom_param
+from sglang_inflight.vocabulary.contracts import MAX_VERSION_LAG, custom_param
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_inflight.extension import Extension
 from sglang_inflight.settings import counted, seconds, setting
+from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION
 
 
 @dataclass(frozen=True)
@@ -31,5 +32,6 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.pins.turns",
     ),
     settings=PinsSettings,
+    takes=(WEIGHT_VERSION,),
     offers=("pin",),
 )

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.answer_versions import AnswerVersions
 from sglang_inflight.frontend.http.endpoints import while_connected
-from sglang_inflight.frontend.requests import contracts, values
+from sglang_inflight.frontend.requests import contracts, untaken_fields, values
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.hooking import (
     AROUND,
@@ -109,6 +109,7 @@ PARAMETERS: Joint[Callable[[SamplingParams, int], None]] = Joint(
         10: values.check_sampling,
         30: contracts.check_contract,
         40: values.check_max_version_lag,
+        50: untaken_fields.refuse_untaken_fields,
     },
 )
 MESSAGE: Joint[PromptCheck] = Joint(
