@@ -25,9 +25,9 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import attn_dp_enabled_of
 
-from sglang_inflight.extension import all_extensions
 from sglang_inflight.messages import KVPolicy
 from sglang_inflight.platform import ReferencePlatform
+from sglang_inflight.settings import extensions_on
 from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
@@ -284,8 +284,8 @@ def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
 
 def _why_not_pinned(args: ServerArgs, queue: str | None, fence: str | None) -> str | None:
     """Return why a request cannot name the version of its weights, or None."""
-    if not any("pin" in extension.offers for extension in all_extensions()):
-        return "a request cannot name the version of its weights: no extension takes care of it"
+    if not any("pin" in extension.offers for extension in extensions_on()):
+        return "a request cannot name the version of its weights: the extension for that is off"
     if (why := queue or fence) is not None:
         return f"a request cannot name the version of its weights: {why}"
     unproven = {

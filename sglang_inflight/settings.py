@@ -143,12 +143,6 @@ class Settings:
         120.0, positive, "longest rendezvous of a weight-update group, in seconds"
     )
     check_finite: bool = setting(True, boolean, "refuse tensors that hold NaN or infinity")
-    version_timeout_s: float = setting(
-        30.0,
-        seconds,
-        "how long a request waits for the version it asks for, if it does not say so itself, in "
-        "seconds; then it ends with 503",
-    )
     pause_lease_s: float | None = setting(
         None,
         positive,

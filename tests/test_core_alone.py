@@ -69,4 +69,10 @@ def test_calls_of_extensions_are_not_there(core_server: Server, tmp_path: Path) 
     sglangs = core_server.post("/load_lora_adapter", adapter)
     assert sglangs["status_code"] == 400
     assert "LoRA is not enabled" in sglangs["error_message"]
+    for custom in ({"min_epoch": 0}, {"max_version_lag": 1}, {"weight_version": "v0"}):
+        body = {"input_ids": [5, 6], "sampling_params": {"custom_params": custom}}
+        asked = core_server.post("/generate", body)
+        assert (asked["status_code"], "is off" in str(asked)) == (400, True), asked
+    asked = core_server.post("/generate", {"input_ids": [5, 6], "min_epoch": 0})
+    assert (asked["status_code"], "is off" in str(asked)) == (400, True), asked
     expect_served(core_server, 0)

@@ -15,7 +15,6 @@ from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.requests.model_names import ModelNames
-from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
@@ -84,12 +83,8 @@ class Frontend(HasParts):
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         version = tokenizer_manager.config_value("weight_version")
         self.versions = ServedVersions(self.ranks.all, version)
-        self.version_waits = VersionWaits(
-            self.versions,
-            lambda name: self.adapter_label(name),
-            self.lifetime,
-            timeout_s=settings.version_timeout_s,
-        )
+        # ends requests that wait in this process, by the caller's name, and returns their number
+        self.end_waits: Callable[[str], int] = lambda _: 0
         # the owner of several tokenizer workers sends them its state
         self.on_change: Callable[[], None] = lambda: None
         self.pauses.on_change = lambda: self.on_change()
@@ -105,7 +100,6 @@ class Frontend(HasParts):
             self.pauses,
             self.updates,
             self.groups,
-            self.version_waits,
             self.status,
         )
         # returns the version that new requests of an adapter get, or None if it is not loaded

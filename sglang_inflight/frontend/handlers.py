@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary.answers import Grant, NamelessGrant, Status
@@ -54,7 +53,6 @@ def direct_handlers(
     pauses: Pauses,
     updates: Updates,
     groups: Groups,
-    version_waits: VersionWaits,
     ask_status: Callable[[], Awaitable[Status]],
 ) -> Handlers:
     """Return handlers that carry calls out at once. ``Transparent`` replaces some of them."""
@@ -95,7 +93,6 @@ def direct_handlers(
         "get_weight_version": weight_version,
         "is_paused": is_paused,
         "inflight_status": status,
-        "wait_for_epoch": version_waits.wait_for_epoch,
         "flush_cache": flush_cache,
     }
     return Handlers(by_name, partial(lose_session_of_partial_piece, updates))

@@ -89,7 +89,6 @@ from sglang_inflight.vocabulary.calls import TABLE
 FIRST = Rank(0, 0, 0)
 # type of a body -> its call; GETs share one
 NAMES = {call.body: call.name for call in TABLE.values()}
-NO_WAITS: Any = SimpleNamespace(wait_for_epoch=None)
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
 # of a transparent window, in seconds
@@ -319,7 +318,6 @@ class FrontEnd:
             self.pauses,
             self.updates,
             self.groups,
-            version_waits=NO_WAITS,
             ask_status=NO_STATUS,
         ).with_more(
             {

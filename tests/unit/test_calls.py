@@ -10,13 +10,13 @@ import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
 from sglang_inflight.extensions.adapters.adapters import add_handlers
+from sglang_inflight.extensions.contracts import version_waits
 from sglang_inflight.extensions.fleet import fleet_version as fleet
 from sglang_inflight.extensions.memory import front_end as memory
 from sglang_inflight.extensions.saves import front_end as saves
 from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.requests.version_waits import VersionWaits
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary import bodies
@@ -31,7 +31,6 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         "pauses": Pauses,
         "updates": Updates,
         "groups": Groups,
-        "version_waits": VersionWaits,
     }
     by_class: Any = {name: each.__new__(each) for name, each in classes.items()}
     nothing: Any = SimpleNamespace()
@@ -39,7 +38,13 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     front_end: Any = SimpleNamespace(
         ranks=None, settings=SETTINGS, part=lambda kind: kind.__new__(kind)
     )
-    for add in (saves.add_handlers, memory.add_handlers, add_handlers, fleet.add_handler):
+    for add in (
+        saves.add_handlers,
+        memory.add_handlers,
+        add_handlers,
+        fleet.add_handler,
+        version_waits.add_handler,
+    ):
         direct = add(front_end, nothing, direct)
     transparent = Transparent.__new__(Transparent)
     transparent._direct = direct

@@ -168,5 +168,5 @@ def test_server_without_an_extension_for_pins_refuses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rest = tuple(each for each in all_extensions() if "pin" not in each.offers)
-    monkeypatch.setattr(capabilities, "all_extensions", lambda: rest)
+    monkeypatch.setattr(capabilities, "extensions_on", lambda: rest)
     assert refused().keys() == {"pin"}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_inflight.extensions.contracts import checks
+from sglang_inflight.extensions.contracts.version_waits import VersionWaits
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.requests.asked import Asked
-from sglang_inflight.frontend.requests.checks import admit
-from sglang_inflight.frontend.requests.version_waits import VersionWaits
+from sglang_inflight.frontend.requests.checks import AT_THE_DOOR, admit
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.errors import NotFound, Refused, Rejected
@@ -21,18 +22,26 @@ from sglang_inflight.vocabulary.labels import VersionLabel
 ADAPTERS = {"policy": "policy", None: None}
 
 
+@pytest.fixture(autouse=True)
+def with_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the checks of contracts among the core's."""
+    monkeypatch.setattr(AT_THE_DOOR, "_functions", ())
+    AT_THE_DOOR.compose([checks.__name__, VersionWaits.__module__])
+
+
 class FrontEnd(SimpleNamespace):
     """A front end that serves version 1, and rejects requests in a pause."""
 
     def __init__(self, *, rejects: bool) -> None:
         versions = ServedVersions([Rank(0, 0, 0)], "1")
         manager: Any = SimpleNamespace()
+        waits = VersionWaits(versions, lambda _: None, Lifetime(manager), timeout_s=60)
         super().__init__(
             versions=versions,
             pauses=SimpleNamespace(rejects=rejects),
             why_behind=None,
             model_names=SimpleNamespace(adapter_of=self._adapter_of),
-            version_waits=VersionWaits(versions, lambda _: None, Lifetime(manager), timeout_s=60),
+            part=lambda _: waits,
         )
 
     def _adapter_of(self, model: str | None) -> str | None:

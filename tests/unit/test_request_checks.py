@@ -18,8 +18,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from harness.starting import ROOT
+from sglang_inflight.extensions.contracts import checks as contract_checks
 from sglang_inflight.extensions.records import checks as records
-from sglang_inflight.frontend.requests import checks, contracts, untaken_fields
+from sglang_inflight.frontend.requests import checks, untaken_fields
 from sglang_inflight.frontend.requests.checks import check_parameters, create_tokenized
 from sglang_inflight.frontend.requests.values import Prompt
 from sglang_inflight.joints import Joint
@@ -175,8 +176,10 @@ def test_rows_that_sglang_would_mix_up_are_refused(
 
 def test_contract_of_a_diffusion_models_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang keeps its requests in queues that no commit looks through."""
+    monkeypatch.setattr(checks.MESSAGE, "_functions", ())
+    checks.MESSAGE.compose([contract_checks.__name__])
     settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
-    monkeypatch.setattr(contracts, "get_exec", lambda: settings)
+    monkeypatch.setattr(contract_checks, "get_exec", lambda: settings)
     tokenize({"custom_params": {"exact_weight_version": "v0"}})
     settings.dllm.dllm_algorithm = "LowConfidence"
     tokenize({"custom_params": {"max_version_lag": 1}})

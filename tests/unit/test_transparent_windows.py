@@ -41,7 +41,6 @@ from tests.support.front_end import (
     GRACE_S,
     NAMES,
     NO_STATUS,
-    NO_WAITS,
     FrontEnd,
 )
 from tests.support.front_end import no_arguments as no_arguments
@@ -62,7 +61,6 @@ class TransparentPlay(Play):
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
             self.groups,
-            NO_WAITS,
             NO_STATUS,
         )
         self.handlers = Transparent(

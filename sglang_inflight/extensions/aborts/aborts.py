@@ -103,7 +103,7 @@ class Aborts:
 
 @FRONT_PARTS.join()
 def make_aborts(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Aborts:
-    return Aborts(tokenizer_manager, frontend.version_waits.abort)
+    return Aborts(tokenizer_manager, lambda name: frontend.end_waits(name))
 
 
 def _group_of(state: Any) -> Any:

@@ -1,6 +1,6 @@
 """Keeps version contracts: no request gets a first token that breaks its own.
 
-The front end holds a request until its contract holds (``frontend/requests/version_waits.py``), but
+The front end holds a request until its contract holds (``version_waits.py``), but
 a commit may come between its door and the first forward. So the scheduler decides, at two moments:
 when a request enters the waiting queue, and when the weights, their name, or a request's adapter
 change.

@@ -28,6 +28,7 @@ class PinsSettings:
 EXTENSION = Extension(
     name="pins",
     modules=(
+        "sglang_inflight.extensions.pins.checks",
         "sglang_inflight.extensions.pins.grace",
         "sglang_inflight.extensions.pins.turns",
     ),

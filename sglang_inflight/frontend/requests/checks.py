@@ -94,7 +94,6 @@ AT_THE_DOOR: Joint[DoorCheck] = Joint(
         20: contracts.fold_contract,
         # 503 from here on: the request may succeed elsewhere, or later
         50: require_open,
-        60: contracts.wait_for_version,
     },
 )
 PROMPT: Sequence[PromptCheck] = (
@@ -108,7 +107,6 @@ PARAMETERS: Joint[Callable[[SamplingParams, int], None]] = Joint(
     {
         10: values.check_sampling,
         30: contracts.check_contract,
-        40: values.check_max_version_lag,
         50: untaken_fields.refuse_untaken_fields,
     },
 )
@@ -117,7 +115,6 @@ MESSAGE: Joint[PromptCheck] = Joint(
     {
         10: values.require_overrides,
         30: values.require_types,
-        40: contracts.require_keepable,
     },
 )
 

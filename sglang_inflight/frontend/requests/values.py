@@ -22,7 +22,6 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.hooking import AFTER, hook
 from sglang_inflight.inactive import why_inactive
-from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.sglang_types import (
     get_memory,
     get_schedule,
@@ -43,18 +42,6 @@ class Prompt(NamedTuple):
     config: ModelConfig
     # what goes to the schedulers; None before it is made
     message: Any = None
-
-
-def check_max_version_lag(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
-
-    Raise also if this server runs without us: no scheduler would enforce the limit.
-    """
-    most = read_if_active(params, MAX_VERSION_LAG)
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise ValueError(
-            f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
-        )
 
 
 def read_if_active(params: SamplingParams, name: str) -> Any:

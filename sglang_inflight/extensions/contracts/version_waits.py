@@ -12,16 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_inflight.extensions.contracts import ContractsSettings
 from sglang_inflight.frontend.aio import Lifetime
+from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
+from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.requests.asked import Asked
+from sglang_inflight.frontend.requests.checks import AT_THE_DOOR
 from sglang_inflight.frontend.served_versions import ServedVersions
+from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.answers import Served
 from sglang_inflight.vocabulary.bodies import WaitBody
 from sglang_inflight.vocabulary.contracts import Contract, read_contract
 from sglang_inflight.vocabulary.errors import Dropped, NotServed
 from sglang_inflight.vocabulary.labels import AdapterLabel
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class Demand(NamedTuple):
@@ -148,3 +156,26 @@ class VersionWaits:
         if served is None:
             return f"the adapter {adapter!r} is not loaded"
         return contract.why_broken_by_adapter(served)
+
+
+@FRONT_PARTS.join()
+def make_waits(frontend: Frontend, _: TokenizerManager) -> VersionWaits:
+    waits = VersionWaits(
+        frontend.versions,
+        lambda name: frontend.adapter_label(name),
+        frontend.lifetime,
+        timeout_s=read(ContractsSettings).version_timeout_s,
+    )
+    frontend.end_waits = waits.abort
+    return waits
+
+
+@HANDLERS.join()
+def add_handler(frontend: Frontend, _: TokenizerManager, handlers: Handlers) -> Handlers:
+    return handlers.with_more({"wait_for_epoch": frontend.part(VersionWaits).wait_for_epoch})
+
+
+@AT_THE_DOOR.join(order=60)
+def wait_for_version(frontend: Frontend, asked: Asked) -> Awaitable[None] | None:
+    """Return what waits until every rank serves what the request asks for, unless they do now."""
+    return frontend.part(VersionWaits).begin(asked)
