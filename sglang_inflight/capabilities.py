@@ -26,7 +26,6 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import attn_dp_enabled_of
 
 from sglang_inflight.messages import KVPolicy
-from sglang_inflight.platform import ReferencePlatform
 from sglang_inflight.settings import extensions_on
 from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
@@ -90,7 +89,7 @@ def notes_on(server_args: sglangs.ServerArgs) -> list[str]:
     args = cast("ServerArgs", resolved_view(server_args))
     notes = {
         ENCODERS_ELSEWHERE: args.language_only,
-        NAMED_GPUS: args.use_ray and isinstance(current_platform, ReferencePlatform),
+        NAMED_GPUS: args.use_ray and current_platform.device_type == "cpu",
     }
     return [note for note, applies in notes.items() if applies]
 
@@ -172,8 +171,9 @@ def _why_no_update(args: ServerArgs, *, in_place: bool) -> str | None:
 
 def _why_copied(args: ServerArgs) -> str | None:
     """Return which copy of weights would stay as it is after an update, or None."""
-    on_cpu_engine = args.device == "cpu" and not isinstance(current_platform, ReferencePlatform)
-    if args.enable_torch_compile and on_cpu_engine:
+    # a platform of another package computes with SGLang's engine only if it captures graphs
+    compiles = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+    if args.enable_torch_compile and args.device == "cpu" and compiles:
         return (
             "an update needs a server without --enable-torch-compile on SGLang's own CPU engine, "
             "which compiles the weights into the code (torch._inductor.config.freezing)"

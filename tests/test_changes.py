@@ -12,8 +12,8 @@ import torch
 
 from harness import marker
 from harness.server import Server
-from sglang_inflight import doctor
 from sglang_inflight.client import changes_since, write_changes
+from sglang_inflight_tools import doctor
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,

@@ -26,8 +26,8 @@ from examples.stories.trainer_process import TrainerProcess, start_trainer
 from examples.stories.updates import update_by_patch, update_from_disk, update_from_tensors
 from examples.stories.updating import Update, UpdateResult, sampling, update_while_streaming
 from examples.stories.weights import checkpoint_bytes
-from sglang_inflight import cpu
 from sglang_inflight.client import AsyncClient
+from sglang_inflight_tools import cpu
 
 BASE_VERSION = "v1"
 TRAINERS_VERSION = "v4"

@@ -20,7 +20,7 @@ import torch
 from examples.stories.corpus import read_stories
 from examples.stories.finetune import OnStep, teach
 from examples.stories.styles import HEADLINE, VERSE, Style, as_prose
-from sglang_inflight import cpu
+from sglang_inflight_tools import cpu
 
 # raise this when the recipe changes: caches then hold no checkpoint of the older recipe
 RECIPE = 2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from sglang_inflight.cli.output import print_table, start_table
-
-if TYPE_CHECKING:
-    from sglang_inflight.doctor import Report
+# entry points of commands that another distribution brings
+COMMANDS = "sglang_inflight.commands"
 
 
 def doctor(
@@ -22,14 +20,16 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say whether a patched server would start here. Exit code 1: it would not."""
-    from sglang_inflight.doctor import report
-
-    found = report(server_flags or [])
-    if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, default=str))
-    else:
-        _show(found)
-    raise typer.Exit(0 if found.healthy else 1)
+    installed = entry_points(group=COMMANDS, name="doctor")
+    if not installed:
+        typer.echo(
+            "The doctor is in the distribution sglang-inflight-tools, which is not installed: "
+            "pip install ./tools in the repository of sglang-inflight",
+            err=True,
+        )
+        raise typer.Exit(2)
+    (command,) = installed
+    raise typer.Exit(command.load()(server_flags or [], as_json=as_json))
 
 
 def fork(
@@ -44,55 +44,3 @@ def fork(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{destination / 'sglang'}: {len(functions)} functions patched")
-
-
-def _show(report: Report) -> None:
-    facts = start_table("fact", "value")
-    for name, value in report.versions.items():
-        facts.add_row(name, value)
-    facts.add_row("platform", report.platform or "none")
-    for name, value in report.on_cpu.items():
-        facts.add_row(name, value)
-    facts.add_row("supported", f"sglang {' or '.join(report.supported)}")
-    facts.add_row("patches", report.series or "none")
-    for name, value in report.settings.items():
-        facts.add_row(name, str(value))
-    print_table(facts)
-
-    if report.functions:
-        patched = start_table("function", "patches", "state")
-        for function in report.functions:
-            state = "already applied (fork)" if function.in_fork else "applies"
-            names = "\n".join(name.removesuffix(".patch") for name in function.patches)
-            patched.add_row(function.qualname, names, state)
-        print_table(patched)
-    if report.hooks:
-        hooked = start_table("hook", "kind", "state")
-        for hook in report.hooks:
-            target = ".".join(hook.target.split(".")[-2:])
-            hooked.add_row(target, hook.kind, hook.reason or "is there")
-        print_table(hooked)
-    if report.capabilities is not None:
-        cannot = start_table("a server with these flags", "can")
-        for name, why in report.capabilities.items():
-            cannot.add_row(name, "yes" if why is None else f"no: {why}")
-        print_table(cannot)
-    if report.kv_tokens:
-        costs = start_table("form of staging", "keeps memory of about … tokens of KV")
-        for form, tokens in report.kv_tokens.items():
-            costs.add_row(form, str(tokens))
-        print_table(costs)
-    off = report.settings.get("unsupported") == "off"
-    becomes = "started without SGLang Inflight" if off else "refused"
-    refused = start_table(f"a server is {becomes} if it asks for")
-    for sentence in report.refused:
-        refused.add_row(sentence)
-    print_table(refused)
-    for sentence in report.inactive:
-        typer.secho(f"{sentence}: the server would run as SGLang ships it", fg="yellow", bold=True)
-    for note in report.notes:
-        typer.secho(note, fg="yellow")
-    for problem in report.problems:
-        typer.secho(problem, fg="red", bold=True)
-    verdict = "would start" if report.healthy else "would not start"
-    typer.secho(f"A server {verdict} here.", fg="green" if report.healthy else "red", bold=True)

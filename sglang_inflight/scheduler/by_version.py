@@ -2,7 +2,7 @@
 
 SGLang 0.5.22 does not record when a pause began, and has no methods to send the outputs of control
 calls and aborts. ``patches/README.md`` has the whole list. mypy reads only the branches of the
-version that it checks: ``always_false`` in ``pyproject.toml``, and ``porting/uses.py``.
+version that it checks: ``always_false`` in ``pyproject.toml``, and ``harness/porting/uses.py``.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ def install() -> None:
     from sglang_inflight.extensions.memory.on_rank import MemoryRelease
     from sglang_inflight.extensions.nodes import check, relay
     from sglang_inflight.extensions.saves.files import NewFile
-    from sglang_inflight.reference import PageSaver
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.update.jobs import Jobs
+    from sglang_inflight_tools.reference import PageSaver
 
     check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))
     relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = ("README.md", "patches/README.md", "docs/*.md")
-FOLDERS = ("sglang_inflight", "tests", "benchmarks", "harness")
+FOLDERS = ("sglang_inflight", "tools", "tests", "benchmarks", "harness")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"``[^`]+``|`[^`\n]+`")

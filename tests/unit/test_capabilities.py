@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
+from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.server_args import ServerArgs
 
 from harness.marker import CONFIG
@@ -96,7 +97,7 @@ def test_arguments_refuse_rows_with_a_reason(
 def test_cpu_engine_that_compiles_weights_into_code_takes_no_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capabilities, "current_platform", object())
+    monkeypatch.setattr(capabilities, "current_platform", CpuSRTPlatform())
     said = refused(enable_torch_compile=True, device="cpu")
     assert set(said) == {"stage", "in_place"}
     assert all("--enable-torch-compile" in why for why in said.values())

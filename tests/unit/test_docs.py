@@ -19,7 +19,11 @@ from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS
 
 PACKAGE = ROOT / "sglang_inflight"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "tools" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_architecture_names_every_package() -> None:
@@ -31,7 +35,8 @@ def test_architecture_names_every_package() -> None:
 
 
 def test_every_module_has_a_docstring() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    paths = (*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
+    trees = {path: ast.parse(path.read_text()) for path in paths}
     assert not [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 

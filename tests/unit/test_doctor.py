@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
+from importlib.metadata import EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -16,10 +17,11 @@ from typer.testing import CliRunner
 
 from harness.marker import CONFIG
 from harness.starting import forked_children
-from sglang_inflight import doctor, hooking, unsupported
-from sglang_inflight.cli import app
+from sglang_inflight import hooking, unsupported
+from sglang_inflight.cli import app, local
 from sglang_inflight.plugin import hook_modules
 from sglang_inflight.scheduler.update import cost
+from sglang_inflight_tools import doctor
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
@@ -150,13 +152,11 @@ def test_unsupported_version_is_inactive_when_allowed(monkeypatch: pytest.Monkey
     assert (report.problems, "sglang 0.1" in sentence) == ([], True)
 
 
-def test_other_platform_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "another")
-    (problem,) = doctor.report().problems
-    assert "SGLANG_PLATFORM=another" in problem
-    assert "runs as SGLang ships it" in problem
-    monkeypatch.setenv("SGLANG_PLATFORM", "inflight_reference")
-    assert doctor.report().healthy
+def test_command_without_the_tools_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "entry_points", lambda **_: EntryPoints())
+    seen = CliRunner().invoke(app, ["doctor", "--json", "--", "--model-path", "m"])
+    assert seen.exit_code == 2
+    assert "sglang-inflight-tools, which is not installed" in seen.stderr
 
 
 def test_sglang_plugins_without_us_is_inactive(monkeypatch: pytest.MonkeyPatch) -> None:

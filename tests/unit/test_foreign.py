@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sglang_inflight import foreign
 from sglang_inflight.cli import app
+from sglang_inflight_tools import foreign
 
 SGLANG = {
     "sglang/__init__.py": "",

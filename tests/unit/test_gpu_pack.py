@@ -55,6 +55,7 @@ def test_project_brings_patches_and_steps_and_nothing_compiled() -> None:
     found = {str(file.relative_to(pack.ROOT)) for file in contents.project_files(pack.ROOT)}
     assert "sglang_inflight/plugin.py" in found
     assert "benchmarks/gpu/step.py" in found
+    assert "tools/sglang_inflight_tools/platform.py" in found
     assert any(name.startswith("patches/sglang-") for name in found)
     assert not [name for name in found if "__pycache__" in name or name.endswith((".so", ".pyc"))]
 

@@ -19,9 +19,9 @@ from sglang_inflight.hooking import (
     one_around_each,
     with_us,
 )
-from sglang_inflight.porting.hooks import why_not_hooked
-from sglang_inflight.porting.parameters import Parameters
-from sglang_inflight.porting.source_tree import SourceTree
+from sglang_inflight_tools.parameters import Parameters
+from sglang_inflight_tools.source_tree import SourceTree
+from sglang_inflight_tools.targets import why_not_hooked
 
 
 class Collaborator:

@@ -10,10 +10,12 @@ from pathlib import Path
 from harness.starting import ROOT
 
 PACKAGE = "sglang_inflight"
+# where the modules of each distribution lie
+SOURCES = {PACKAGE: ROOT, "sglang_inflight_tools": ROOT / "tools"}
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+def name_of(path: Path, source: Path = ROOT) -> str:
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -27,7 +29,11 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def test_modules_import_in_one_direction() -> None:
-    paths = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    paths = {
+        name_of(path, source): path
+        for package, source in SOURCES.items()
+        for path in (source / package).rglob("*.py")
+    }
     graph = {
         name: {
             imported if imported in paths else imported.rpartition(".")[0]
@@ -39,3 +45,8 @@ def test_modules_import_in_one_direction() -> None:
     assert len(graph) > 1
     # raises CycleError, which names the modules of a circle
     TopologicalSorter(graph).prepare()
+
+
+def test_server_imports_no_tool() -> None:
+    imported = {name for path in (ROOT / PACKAGE).rglob("*.py") for name in imports_of(path)}
+    assert {name.partition(".")[0] for name in imported if name.startswith(PACKAGE)} == {PACKAGE}

@@ -7,7 +7,7 @@ import signal
 
 import torch
 
-from sglang_inflight.reference import PageSaver
+from sglang_inflight_tools.reference import PageSaver
 from tests.support import resident as memory
 
 MIB = 1 << 20

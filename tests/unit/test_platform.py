@@ -16,11 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.plugins import PLATFORM_PLUGINS_GROUP, _get_excluded_dists
 
 from harness.marker import CONFIG
-from sglang_inflight import platform
-from sglang_inflight.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
-from sglang_inflight.platform import ReferencePlatform
+from sglang_inflight_tools import platform
+from sglang_inflight_tools.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
+from sglang_inflight_tools.platform import ReferencePlatform
 
 # the most features of a CPU without bfloat16
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -142,7 +143,7 @@ def test_threads_follow_matrix_size(weights: int, cores: int, threads: int) -> N
 @pytest.mark.parametrize("isa", ["AVX2", "avx512_core", "AVX512_CORE_VNNI"])
 def test_bfloat16_is_off_without_its_instructions(isa: str) -> None:
     """On a CPU without bfloat16 the reason differs, and the dtype is the same."""
-    code = "from sglang_inflight.cpu import fast_dtype; print(fast_dtype())"
+    code = "from sglang_inflight_tools.cpu import fast_dtype; print(fast_dtype())"
     said = _run(code, ONEDNN_MAX_CPU_ISA=isa)
     assert "dtype='float32'" in said
     if fast_dtype().dtype == "bfloat16":
@@ -181,14 +182,24 @@ def test_cpu_can_be_chosen_beside_a_gpu(
     gpu_without_driver: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
+    assert platform.activate() == "sglang_inflight_tools.platform:ReferencePlatform"
 
 
 def test_machine_without_gpu_uses_cpu(gpu_without_driver: Path) -> None:
     (gpu_without_driver / "nvidia0").unlink()
-    assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
+    assert platform.activate() == "sglang_inflight_tools.platform:ReferencePlatform"
 
 
 def test_entry_point_matches_platform_name() -> None:
-    (ours,) = distribution("sglang-inflight").entry_points.select(group="sglang.srt.platforms")
+    (ours,) = distribution("sglang-inflight-tools").entry_points.select(
+        group=PLATFORM_PLUGINS_GROUP
+    )
     assert ours.name == platform.NAME
+
+
+def test_another_platform_leaves_our_plugin_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang leaves out the plugins of a distribution with a platform that is not chosen."""
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    left_out = _get_excluded_dists()
+    assert "sglang-inflight-tools" in left_out
+    assert "sglang-inflight" not in left_out

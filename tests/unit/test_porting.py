@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from harness.porting import Finding, Kind
+from harness.porting import __main__ as command
+from harness.porting.patches import look_at_patches
+from harness.porting.survey import Survey, Whereabouts, nearest_series
+from harness.porting.uses import look_at_uses
 from sglang_inflight.livepatch import PatchRefused, Series, read_series, supported_versions
-from sglang_inflight.porting import Finding, Kind
-from sglang_inflight.porting import __main__ as command
-from sglang_inflight.porting.hooks import why_not_hooked
-from sglang_inflight.porting.parameters import Parameters
-from sglang_inflight.porting.patches import look_at_patches
-from sglang_inflight.porting.source_tree import SourceTree
-from sglang_inflight.porting.survey import Survey, Whereabouts, nearest_series
-from sglang_inflight.porting.uses import look_at_uses
+from sglang_inflight_tools.parameters import Parameters
+from sglang_inflight_tools.source_tree import SourceTree
+from sglang_inflight_tools.targets import why_not_hooked
 
 Grow = Callable[[str], SourceTree]
 
@@ -327,7 +327,7 @@ def test_wheel_is_fetched_once_and_only_source_unpacked(
             wheel.writestr("sglang/__init__.py", "")
             wheel.writestr("sglang/kernel.so", "")
 
-    monkeypatch.setattr("sglang_inflight.porting.__main__.subprocess.run", pip)
+    monkeypatch.setattr("harness.porting.__main__.subprocess.run", pip)
     for _ in range(2):
         root = command.fetch("1.0", tmp_path / "cache")
     assert len(called) == 1

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import sglang
+from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_inflight import capabilities, inactive, plugin, unsupported
-from sglang_inflight.platform import ReferencePlatform
+from sglang_inflight_tools.platform import ReferencePlatform
 
 ARGUMENTS: Any = ServerArgs
 # launches through ``Engine._launch_subprocesses``, which has a hook
@@ -91,5 +92,5 @@ def test_start_on_ray_without_gpus_says_what_it_waits_for(monkeypatch: pytest.Mo
     args = ARGUMENTS(model_path="", use_ray=True)
     monkeypatch.setattr(capabilities, "current_platform", ReferencePlatform())
     assert capabilities.notes_on(args) == [capabilities.NAMED_GPUS]
-    monkeypatch.setattr(capabilities, "current_platform", object())
+    monkeypatch.setattr(capabilities, "current_platform", CudaSRTPlatform())
     assert capabilities.notes_on(args) == []

@@ -6,11 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import sglang_inflight
+from harness.porting.hooks import look_at_hooks, read_hooks
+from harness.porting.uses import look_at_bodies
 from sglang_inflight.livepatch import installed_root, supported_versions
 from sglang_inflight.plugin import every_hook
-from sglang_inflight.porting.hooks import look_at_hooks, read_hooks
-from sglang_inflight.porting.source_tree import SourceTree
-from sglang_inflight.porting.uses import look_at_bodies
+from sglang_inflight_tools.source_tree import SourceTree
 
 OURS = SourceTree(Path(sglang_inflight.__file__).parents[1])
 

@@ -53,7 +53,8 @@ def versions() -> tuple[dict[str, str], list[str]]:
     """Return the versions of what the kit needs, and the names of what is missing."""
     known: dict[str, str] = {"python": sys.version.split()[0]}
     missing = []
-    for name in (*EXPECTED, *WHEELS, *SPARES, "sglang", "sglang-kernel", "sglang-inflight"):
+    sources = ("sglang", "sglang-kernel", "sglang-inflight", "sglang-inflight-tools")
+    for name in (*EXPECTED, *WHEELS, *SPARES, *sources):
         try:
             known[name] = version(name)
         except PackageNotFoundError:

@@ -127,7 +127,15 @@ STUBS: dict[str, tuple[str, ...]] = {
 }
 
 # folders of the repository that the steps need
-PROJECT = ("benchmarks", "examples", "harness", "patches", "sglang_inflight", "tests")
+PROJECT = (
+    "benchmarks",
+    "examples",
+    "harness",
+    "patches",
+    "sglang_inflight",
+    "tests",
+    "tools/sglang_inflight_tools",
+)
 
 _SOURCES = {".py", ".json", ".cu", ".cuh", ".cpp", ".h", ".hpp", ".s"}
 # SGLang's diffusion models and its tests, which no language model's server imports

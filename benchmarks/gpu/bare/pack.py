@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 
 # distributions of which the pack has the Python sources, not the wheel
-SGLANG, KERNELS, OURS = "sglang", "sglang-kernel", "sglang-inflight"
+SGLANG, KERNELS = "sglang", "sglang-kernel"
+# distributions of the repository
+OURS = ("sglang-inflight", "sglang-inflight-tools")
 
 
 def make(folder: Path, *, lean: bool = False) -> None:
@@ -87,10 +89,16 @@ def add_sglang(archive: tarfile.TarFile) -> None:
 
 
 def add_project(archive: tarfile.TarFile) -> None:
-    """Add the repository's files, and what the installed distribution says of its entry points."""
+    """Add the repository's files, and what its installed distributions say of their entry points.
+
+    A package of ``tools`` is at the top, from where it is imported.
+    """
     for file in contents.project_files(ROOT):
-        _add_file(archive, file, file.relative_to(ROOT))
-    _add_metadata(archive, OURS)
+        inside = file.relative_to(ROOT)
+        is_tool = inside.parts[0] == "tools"
+        _add_file(archive, file, inside.relative_to("tools") if is_tool else inside)
+    for name in OURS:
+        _add_metadata(archive, name)
 
 
 def check_imports(pack: Path) -> None:

@@ -71,8 +71,8 @@ def install_in_actor(
         raise NotInstalled(f"SGLang Inflight cannot be installed {here}: {error}") from error
     if not plugin.is_installed():
         raise NotInstalled(
-            f"SGLang has not loaded SGLang Inflight {here}: there SGLANG_PLUGINS or "
-            "SGLANG_PLATFORM leaves it out, or its installation failed as the actor's log says"
+            f"SGLang has not loaded SGLang Inflight {here}: there SGLANG_PLUGINS "
+            "leaves it out, or its installation failed as the actor's log says"
         )
     for name, value in account.items():
         if account_here.get(name) != value:

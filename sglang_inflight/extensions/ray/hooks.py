@@ -27,7 +27,6 @@ from sglang_inflight.extensions.nodes.check import describe_this_node
 from sglang_inflight.extensions.ray.actors import Installation, own_node
 from sglang_inflight.hooking import AFTER, AROUND, BEFORE, RAY_ENGINE, hook
 from sglang_inflight.inactive import why_inactive
-from sglang_inflight.platform import OnReferencePlatform, ReferencePlatform
 from sglang_inflight.settings import PREFIX
 
 if TYPE_CHECKING:
@@ -56,8 +55,10 @@ def create_with_us(
     """Give a new actor an ``Installation``, unless the server runs without us."""
     # a copy: other processes of this server unpickle the original
     port_args = copy.copy(port_args)
-    if isinstance(current_platform, ReferencePlatform):
-        setattr(port_args, _PLATFORM, OnReferencePlatform.of_this_process())
+    # the reference platform shares out cores by the environment, which an actor does not inherit
+    for_actors = getattr(current_platform, "for_actors", None)
+    if for_actors is not None:
+        setattr(port_args, _PLATFORM, for_actors())
     if why_inactive() is None:
         setattr(port_args, _PLUGIN, _describe(pg))
     return create(pg, bundle_idx, gpu_id, server_args, port_args, *args, **kwargs)

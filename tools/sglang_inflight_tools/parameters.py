@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.porting.source_tree import FunctionNode
+from sglang_inflight_tools.source_tree import FunctionNode
 
 
 @dataclass(frozen=True)

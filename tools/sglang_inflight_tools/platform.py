@@ -22,7 +22,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_inflight import cpu
+from sglang_inflight_tools import cpu
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import ServerArgs
@@ -95,13 +95,17 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
+    def for_actors(self) -> OnReferencePlatform:
+        """Return what prepares the processes of schedulers on Ray when they unpickle it."""
+        return OnReferencePlatform.of_this_process()
+
     def init_backend(self) -> None:
         """Prepare a process before it creates a model."""
         _save_pages()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         # imported late: the module imports SGLang modules that ask for the platform
-        from sglang_inflight.reference import (
+        from sglang_inflight_tools.reference import (
             keep_host_memory_unpinned,
             send_without_events,
             serve_adapters_without_pinning,
@@ -211,7 +215,7 @@ def _keep_device(device: object) -> None:
 
 def _save_pages() -> None:
     # imported late: the module imports SGLang modules that ask for the platform
-    from sglang_inflight.reference import save_pages
+    from sglang_inflight_tools.reference import save_pages
 
     save_pages()
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
+from harness.porting import Finding
 from sglang_inflight.plugin import hook_modules
-from sglang_inflight.porting import Finding
-from sglang_inflight.porting.parameters import Parameters, why_no_replacement
-from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
 from sglang_inflight.vocabulary.calls import Call
+from sglang_inflight_tools.parameters import Parameters
+from sglang_inflight_tools.source_tree import FunctionNode, SourceTree
+from sglang_inflight_tools.targets import why_not_hooked
 
-# arguments passed to a hook before the function's own
-_AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
 _METHOD = ast.parse("def instead(sglangs, engine, *args, **named): ...").body[0]
 
 
@@ -109,19 +108,3 @@ def _engine_method(call: Call, *args: Any, **named: Any) -> SimpleNamespace:
     return SimpleNamespace(
         name=call.name, is_sglangs=call.is_sglangs, instead=ReadFunction(_METHOD)
     )
-
-
-def why_not_hooked(tree: SourceTree, target: str, ours: Parameters, kind: str) -> str | None:
-    """Return why a hook with the parameters ``ours`` does not fit its target, or None."""
-    definition = tree.find(target)
-    if definition is None:
-        return "it is not there"
-    node = definition.node
-    if not isinstance(node, FunctionNode) or is_property(node):
-        return "it is no function there"
-    theirs = Parameters.of_node(node)
-    ours = ours.without_first(_AHEAD[kind])
-    if definition.owner is not None and theirs.positional and ours.positional:
-        # drop self, named differently
-        theirs, ours = theirs.without_first(), ours.without_first()
-    return why_no_replacement(theirs, ours)

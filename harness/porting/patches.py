@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from harness.porting import Finding
 from sglang_inflight.livepatch import Patch, PatchRefused, Series, exact
 from sglang_inflight.livepatch.functions import function_at
-from sglang_inflight.porting import Finding
 
 # similarity, from 0 to 1, for a line to count as a changed form of another
 _ALIKE = 0.6

@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from sglang_inflight import foreign
 from sglang_inflight.extension import all_extensions
 from sglang_inflight.livepatch import (
     AppliedFunction,
@@ -27,10 +26,11 @@ from sglang_inflight.livepatch import (
     supported_versions,
 )
 from sglang_inflight.plugin import hook_modules
-from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
-from sglang_inflight.porting.parameters import Parameters
-from sglang_inflight.porting.source_tree import SourceTree
 from sglang_inflight.vocabulary.answers import Capabilities
+from sglang_inflight_tools import foreign
+from sglang_inflight_tools.parameters import Parameters
+from sglang_inflight_tools.source_tree import SourceTree
+from sglang_inflight_tools.targets import why_not_hooked as why_not_by_source
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import ServerArgs
@@ -120,7 +120,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     problems += others.problems
     # an inactive server installs no hooks, so their problems do not count
     looked_for = [] if inactive else problems
-    _left_out(problems, inactive)
+    _left_out(inactive)
     flags = _Flags()
     if server_flags:
         # in a process of its own: SGLang changes its environment while it reads flags
@@ -152,19 +152,12 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     return found
 
 
-def _left_out(problems: list[str], inactive: list[str]) -> None:
-    """Report why SGLang would not load our plugin. SGLang's log does not give the reason."""
+def _left_out(inactive: list[str]) -> None:
+    """Report that SGLang would not load our plugin. SGLang's log does not name what it leaves."""
     from sglang.srt.environ import envs
-    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, _get_excluded_dists
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP
 
-    ours = distribution("sglang-inflight")
-    (plugin,) = ours.entry_points.select(group=GENERAL_PLUGINS_GROUP)
-    if ours.name in _get_excluded_dists():
-        problems.append(
-            f"SGLANG_PLATFORM={envs.SGLANG_PLATFORM.get()}: SGLang then loads no plugin of a "
-            "distribution with another platform, and ours has one for CPUs. A server runs as "
-            "SGLang ships it. Unset SGLANG_PLATFORM: our platform yields to any accelerator"
-        )
+    (plugin,) = distribution("sglang-inflight").entry_points.select(group=GENERAL_PLUGINS_GROUP)
     allowed = envs.SGLANG_PLUGINS.get()
     if allowed and plugin.name not in {name.strip() for name in allowed.split(",")}:
         inactive.append(
@@ -256,10 +249,10 @@ def _settings(problems: list[str]) -> dict[str, Any]:
 
 def _on_cpu(chosen: str | None) -> dict[str, str]:
     """Return the reference platform's default choices, with reasons."""
-    if chosen != "sglang_inflight.platform.ReferencePlatform":
+    if chosen != "sglang_inflight_tools.platform.ReferencePlatform":
         return {}
-    from sglang_inflight import cpu
-    from sglang_inflight.platform import describe_threads
+    from sglang_inflight_tools import cpu
+    from sglang_inflight_tools.platform import describe_threads
 
     dtype, why = cpu.fast_dtype()
     return {"dtype": f"{dtype}: {why}", "threads": describe_threads()}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from harness.porting import Finding
+from harness.porting.hooks import look_at_hooks
+from harness.porting.patches import look_at_patches
+from harness.porting.uses import HOUSE, look_at_bodies, look_at_uses
 from sglang_inflight.livepatch import Series, read_series, supported_versions
-from sglang_inflight.porting import Finding
-from sglang_inflight.porting.hooks import look_at_hooks
-from sglang_inflight.porting.patches import look_at_patches
-from sglang_inflight.porting.source_tree import SourceTree
-from sglang_inflight.porting.uses import HOUSE, look_at_bodies, look_at_uses
+from sglang_inflight_tools.source_tree import SourceTree
 
 # most hints of each kind
 MOST = 4

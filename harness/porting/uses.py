@@ -18,19 +18,20 @@ from pathlib import Path
 from packaging.version import Version
 
 import sglang_inflight
-from sglang_inflight.porting import Finding, Kind
-from sglang_inflight.porting.source_tree import SourceTree
+from harness.porting import Finding, Kind
+from sglang_inflight_tools.source_tree import SourceTree
 
 HOUSE = Path(sglang_inflight.__file__).parent
 # beside the package in its repository; a server needs none of them
-DEVELOPERS = ("harness", "tests", "benchmarks", "examples")
+DEVELOPERS = ("tools", "harness", "tests", "benchmarks", "examples")
+_PLUGIN = Path(__file__).with_name("annotated.py")
 # ignored errors that must exist there: members that SGLang makes at run time
 _WITH_IGNORES = "sglang_types.py"
 
 _CONFIG = """\
 [mypy]
 python_version = 3.11
-plugins = sglang_inflight.porting.annotated
+plugins = {plugin}
 mypy_path = {root}
 ignore_missing_imports = True
 warn_unused_ignores = True
@@ -71,7 +72,7 @@ def look_at_uses(
     branch = "always_true" if Version(version) < Version("0.5.23") else "always_false"
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch, "mypy.ini")
-        config.write_text(_CONFIG.format(root=root.resolve(), branch=branch))
+        config.write_text(_CONFIG.format(plugin=_PLUGIN, root=root.resolve(), branch=branch))
         words = ["--config-file", str(config), "--cache-dir", str(cache), "--output", "json"]
         done = subprocess.run(
             [sys.executable, "-m", "mypy", *words, *folders],

@@ -1,4 +1,4 @@
-"""``python -m sglang_inflight.porting VERSION``: list the work of porting to that SGLang.
+"""``python -m harness.porting VERSION``: list the work of porting to that SGLang.
 
 The source comes from pip's wheel, which is not installed.
 """
@@ -12,22 +12,22 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from harness.porting.survey import Survey, survey
+from harness.porting.uses import NoMypy
 from sglang_inflight.cache import default_cache
-from sglang_inflight.porting.survey import Survey, survey
-from sglang_inflight.porting.uses import NoMypy
 
 # in the order of mending
 _HEADS = {
     "patch": "Patches",
     "hook": "Hooks",
     "use": "Uses of SGLang",
-    "test": "Uses of SGLang in tests, benchmarks and examples",
+    "test": "Uses of SGLang in tools, tests, benchmarks and examples",
 }
 
 
 def main(words: list[str] | None = None) -> int:
     """Examine a version. Exit code 0: everything needed by a server fits."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_inflight.porting")
+    parser = argparse.ArgumentParser(prog="python -m harness.porting")
     parser.add_argument("version", help="SGLang's version, as pip names it")
     parser.add_argument(
         "--source", type=Path, help="parent folder of `sglang`, instead of pip's wheel"

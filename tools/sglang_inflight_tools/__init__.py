@@ -1,0 +1,1 @@
+"""Tools around a server of SGLang Inflight, which a server itself does not need."""
