@@ -16,7 +16,7 @@ from harness.porting.survey import Survey, survey
 from harness.porting.uses import NoMypy
 from sglang_inflight.cache import default_cache
 
-# in the order of mending
+# heads of the report, in the order of mending
 _HEADS = {
     "patch": "Patches",
     "hook": "Hooks",

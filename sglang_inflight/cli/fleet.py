@@ -1,4 +1,4 @@
-"""The command for many servers: what they serve, and how one that is behind comes to serve it.
+"""The command for a fleet: shows each server's version, and updates servers that are behind.
 
 Exit codes are those of ``remote.py``: 4 if a server could not be brought, 5 if one was not reached.
 """

@@ -506,8 +506,8 @@ class AsyncClient:
 
     async def why_not_ready(self) -> str | None:
         """Return why the server takes no new requests (``/ready``), or None if it takes them."""
-        heard = await self._hear("GET", "/ready", attempts=ATTEMPTS)
-        return None if heard.response.is_success else say_why(heard)
+        reply = await self._request("GET", "/ready", attempts=ATTEMPTS)
+        return None if reply.response.is_success else say_why(reply)
 
     async def release_memory(
         self, *tags: str, keep_weights: KeepWeights | None = None
@@ -582,13 +582,13 @@ class AsyncClient:
         attempts: int,
         patience_s: float | None = None,
     ) -> Json:
-        """Send a call and return the answer's body. Raises as ``_hear`` does."""
-        heard = await self._hear(method, path, body, attempts=attempts, patience_s=patience_s)
+        """Send a call and return the answer's body. Raises as ``_request`` does."""
+        reply = await self._request(method, path, body, attempts=attempts, patience_s=patience_s)
         if path == _STATUS:
-            self._take_note(heard)
-        return read_json(heard)
+            self._require_active(reply)
+        return read_json(reply)
 
-    async def _hear(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -618,13 +618,13 @@ class AsyncClient:
         """
         try:
             async with asyncio.timeout(ASK_S):
-                heard = await self._send("GET", _STATUS, None, 1)
+                reply = await self._send("GET", _STATUS, None, 1)
         except (TimeoutError, httpx.HTTPError) as error:
             logger.info("%s%s: %r", self.url, _STATUS, error)
             return
-        self._take_note(heard)
+        self._require_active(reply)
 
-    def _take_note(self, status: Reply) -> None:
+    def _require_active(self, status: Reply) -> None:
         if (why := says_inactive(status)) is not None:
             raise NotOffered(why)
         self._runs_with_us = self._runs_with_us or status.response.is_success

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sglang_inflight.client.changes import NamedTensor
 
-# by a server's URL: each rank's place and its digest, None if the rank has none
+# a server's URL -> each rank's place and its digest, None if the rank has none
 Digests = dict[str, list[tuple[int, int, int, str | None]]]
 
 
@@ -58,10 +58,10 @@ def _digest_of(rank: RankReceipt | RankStatus) -> tuple[int, int, int, str | Non
 
 
 class Version:
-    """A version on its way. The trainer's tensors are taken once, in their order.
+    """A version being sent. The trainer's tensors are read once, in their order.
 
-    So other ranks of a trainer may take part in making each tensor. They need not know how it is
-    sent. The tensors already taken are in the snapshot, for a second try.
+    Making a tensor may be a collective of the trainer's ranks, and each takes part once, however
+    the version is sent. A second try reads the tensors from the snapshot.
     """
 
     def __init__(self, named_tensors: Iterable[NamedTensor], snapshot: Snapshot) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Tensors that must come in one call, and the ``load_format`` of that call."""
+    """The tensors of one call, and its ``load_format``."""
 
     load_format: str
     tensors: list[NamedTensor]
@@ -45,7 +45,7 @@ class Bucket:
     dtypes: list[str]
     shapes: list[list[int]]
     flat: torch.Tensor
-    # of the tensors before they were flattened, by name; None if nobody asked for them
+    # a tensor's name -> its digest before it was flattened; None if nobody asked for digests
     digests: dict[str, str] | None
 
     def describe(self) -> dict[str, object]:

@@ -48,16 +48,16 @@ class UpdateFields(DiskOptions, total=False):
     """Fields of all updates."""
 
     weight_version: str | None
-    # from disk
+    # an update from disk
     model_path: str
-    # from tensors, in base64
+    # an update from tensors, in base64
     serialized_named_tensors: list[str]
-    # distributed
+    # a broadcast
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str
-    # from a checkpoint engine
+    # an update from a checkpoint engine
     zmq_handles: dict[str, str]
 
 

@@ -32,11 +32,11 @@ class Row(Answer, frozen=True, kw_only=True):
     # why the server is not ready, or gave no answer
     why: str | None = None
     role: Role | None = None
-    # as in the status: running, draining, frozen
+    # the status' word: running, draining, frozen
     state: str | None = None
     weight_version: str | None = None
     epoch: int | None = None
-    # of the first rank
+    # the first rank's
     digest: str | None = None
     # whether it serves another version than the fleet; None if the fleet's is unclear
     behind: bool | None = None

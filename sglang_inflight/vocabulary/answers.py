@@ -161,7 +161,7 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     refusal: str | None
     # trainers' groups: name -> state
     groups: dict[str, str]
-    # by form: tokens of KV that have the size of the memory that the form keeps between updates
+    # form -> how many tokens of KV have the size of the memory that it keeps between updates
     kv_tokens: dict[str, int] = {}
     # how this rank staged the last committed update
     staged_as: StagedChanges | None = None
@@ -190,7 +190,7 @@ class MemoryStatus(Answer, frozen=True, kw_only=True):
 class Capabilities(Answer, frozen=True, kw_only=True):
     """For each thing that a server may do: None if it can, else the reason.
 
-    The reason is a sentence that says what, why, and what to do. ``capabilities.py`` makes it.
+    The reason is a sentence with the cause and a way out. ``capabilities.py`` writes it.
     """
 
     # pauses with our modes, holders and leases
@@ -273,7 +273,7 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
     success: bool = True
     message: str = ""
     digest: str
-    # of all tensors that came to the rank, as they were sent; None if nobody asked for it
+    # digest of all tensors that came to the rank, as they were sent; None if nobody asked for it
     received_digest: str | None = None
 
 
@@ -396,7 +396,7 @@ class RankMemory(Answer, frozen=True, kw_only=True):
     dp_rank: int
     tp_rank: int
     pp_rank: int
-    # by kind of memory; "shadow" is the second copy of the weights
+    # kind of memory -> bytes; "shadow" is the second copy of the weights
     bytes: dict[str, int]
     seconds: float
 

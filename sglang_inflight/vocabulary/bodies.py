@@ -22,17 +22,17 @@ NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 # short, because every chunk of every answer repeats a version
 LONGEST_VERSION = 256
 Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
-# of a request, or of a call, for a version
+# longest wait of a request, or of a call, for a version
 LONGEST_WAIT_S = 86400.0
 OnBusy = Literal["wait", "refuse", "replace"]
 KVPolicy = Literal["recompute", "fence", "keep"]
-# for requests that move to another adapter; no "keep", because adapters share no prefixes
+# KV of requests that move to another adapter; no "keep", because adapters share no prefixes
 AdapterKVPolicy = Literal["recompute", "fence"]
 # a release either copies the weights to the host or discards them
 KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
 
-# of a tensor, or of many: see ``tensor_digest.py``
+# digest of a tensor, or of many: see ``tensor_digest.py``
 DigestText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 DEFAULT_GROUP = "weight_update_group"
@@ -85,7 +85,7 @@ class SaveBody(Body, kw_only=True):
 
     path: Name
     expected_version: Name | None = None
-    # of the whole call; None: the setting of updates
+    # limit of the whole call; None: the setting of updates
     timeout_s: Seconds | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class ExpectBody(Body, kw_only=True):
     """The version that the server's fleet serves. None ends the expectation."""
 
     weight_version: Version | None = None
-    # of the first rank, as in the status; None: the name is enough
+    # the first rank's, as in the status; None: the name is enough
     digest: DigestText | None = None
     # refuse the call if the server has committed since this epoch
     epoch: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -239,11 +239,11 @@ class IPCBody(UpdateBody, kw_only=True):
 class BeginBody(Body, kw_only=True):
     sglang = "BeginWeightUpdateReqInput"
 
-    # None: as in UpdateBody
+    # None: the same as in UpdateBody
     selector: Selector | None = "all"
     non_blocking: bool = False
     expected_version: Name | None = None
-    # None: as SGLANG_INFLIGHT_SESSIONS says
+    # None: the choice of SGLANG_INFLIGHT_SESSIONS
     partial: bool | None = None
     on_busy: OnBusy = "wait"
     lease_s: Seconds | None = None
@@ -273,7 +273,7 @@ class EndBody(Body, kw_only=True):
     flush_cache: bool | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
-    # as in SealBody
+    # the field of SealBody
     expected_digest: DigestText | None = None
 
     def __post_init__(self) -> None:
@@ -394,7 +394,7 @@ class LoadAdapterBody(Body, kw_only=True):
     adapter_version: Version | None = None
     # whether requests of the replaced adapter finish with it or move to the new one
     running: Literal["finish", "move"] = "finish"
-    # of moved requests
+    # KV of moved requests
     kv_cache: AdapterKVPolicy | None = None
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class SavedRank(msgspec.Struct, frozen=True):
     """One rank's files. ``digest`` is the rank's, as in a receipt."""
 
     digest: DigestText
-    # of the safetensors file
+    # size of the safetensors file
     bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class RankPart(msgspec.Struct, frozen=True):
-    """``layout``: what tells servers apart whose tensors lie differently, by fact.
+    """``layout``: the facts by which servers with different tensor layouts differ.
 
     ``tensors``: each tensor's digest (``tensor_digest.py``). ``numbers``: numbers that SGLang's
     finishing makes, written as Python writes them.

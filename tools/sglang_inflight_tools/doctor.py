@@ -105,7 +105,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     problems: list[str] = []
     inactive: list[str] = []
     settings = _settings(problems)
-    # where a launch would put its refusals
+    # the list for the refusals of a launch
     unsupported = inactive if settings.get("unsupported") == "off" else problems
     series, already_applied, functions = None, False, list[AppliedFunction]()
     try:
@@ -123,7 +123,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     _left_out(inactive)
     flags = _Flags()
     if server_flags:
-        # in a process of its own: SGLang changes its environment while it reads flags
+        # a process of its own: SGLang changes its environment while it reads flags
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
             flags = elsewhere.submit(_look_at_flags, server_flags).result()
     found = Report(
