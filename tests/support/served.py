@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from sglang_inflight.extensions.saves.manifest import FORMAT, MANIFEST, part_file, tensors_file
 from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest
-from sglang_inflight.vocabulary.served import FORMAT, MANIFEST, part_file, tensors_file
 
 RANK = "pp0-tp0"
 

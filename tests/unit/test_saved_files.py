@@ -19,10 +19,7 @@ from sglang_inflight.extensions.saves.files import (
     refuse_manifest,
     write_manifest,
 )
-from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
-from sglang_inflight.vocabulary.errors import Conflict, Refused
-from sglang_inflight.vocabulary.served import (
+from sglang_inflight.extensions.saves.manifest import (
     FORMAT,
     MANIFEST,
     Manifest,
@@ -30,6 +27,9 @@ from sglang_inflight.vocabulary.served import (
     part_file,
     tensors_file,
 )
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
+from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 RANK = "pp0-tp0"
 TENSORS, PART, DRAFT = tensors_file(RANK), part_file(RANK), f"{MANIFEST}.draft"

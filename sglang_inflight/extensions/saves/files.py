@@ -16,6 +16,12 @@ from typing import Any
 
 import msgspec
 
+from sglang_inflight.extensions.saves.manifest import (
+    FORMAT,
+    MANIFEST,
+    part_file,
+    tensors_file,
+)
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.vocabulary.errors import (
@@ -25,12 +31,6 @@ from sglang_inflight.vocabulary.errors import (
     Refused,
     describe,
     shorten,
-)
-from sglang_inflight.vocabulary.served import (
-    FORMAT,
-    MANIFEST,
-    part_file,
-    tensors_file,
 )
 
 _DRAFT = MANIFEST + ".draft"

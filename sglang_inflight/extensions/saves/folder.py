@@ -1,4 +1,4 @@
-"""Reads weights that another server has saved as it serves them (``vocabulary/served.py``).
+"""Reads weights that another server has saved as it serves them (``manifest.py``).
 
 Each rank reads the files of its own position in the pipeline and in tensor parallelism. A layout
 that differs, a name, a shape or a dtype is refused by name before the first tensor is yielded, and
@@ -15,6 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_inflight.extensions.saves.manifest import (
+    MANIFEST,
+    Manifest,
+    RankPart,
+    SavedRank,
+    part_file,
+    tensors_file,
+)
 from sglang_inflight.messages import ServedFolderSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
@@ -23,14 +31,6 @@ from sglang_inflight.scheduler.update.sources.disk import Folder, naming
 from sglang_inflight.scheduler.update.sources.safetensors_file import SafetensorsFile
 from sglang_inflight.tensor_digest import HostReader, TensorDigest
 from sglang_inflight.vocabulary.errors import Refused, list_names, shorten
-from sglang_inflight.vocabulary.served import (
-    MANIFEST,
-    Manifest,
-    RankPart,
-    SavedRank,
-    part_file,
-    tensors_file,
-)
 
 # decoding holds the interpreter; a tensor takes some 100 bytes
 _MOST_MANIFEST_BYTES = 4 << 20

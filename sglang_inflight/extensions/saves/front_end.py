@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang_inflight.extensions.saves.manifest import FORMAT, Manifest, SavedRank, name_of_rank
 from sglang_inflight.extensions.saves.messages import (
     DiscardSavedCall,
     EndSaveCall,
@@ -24,7 +25,6 @@ from sglang_inflight.frontend.updates.two_phase import GRACE_S
 from sglang_inflight.vocabulary.answers import RankSaved, Saved
 from sglang_inflight.vocabulary.bodies import DiscardBody, SaveBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent
-from sglang_inflight.vocabulary.served import FORMAT, Manifest, SavedRank, name_of_rank
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from sglang_inflight.extensions.saves.folder import ServedFolder, open_served
+from sglang_inflight.extensions.saves.manifest import name_of_rank
 from sglang_inflight.extensions.saves.tensors import parse_number
 from sglang_inflight.messages import SERVED, SavedVersion, ServedFolderSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
@@ -26,7 +27,6 @@ from sglang_inflight.scheduler.update.whole_loader import Loaded
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused, shorten
-from sglang_inflight.vocabulary.served import name_of_rank
 
 
 @WHOLE_LOADERS.join()

@@ -28,6 +28,13 @@ from sglang_inflight.extensions.saves.files import (
     refuse_manifest,
     write_manifest,
 )
+from sglang_inflight.extensions.saves.manifest import (
+    FORMAT,
+    RankPart,
+    name_of_rank,
+    part_file,
+    tensors_file,
+)
 from sglang_inflight.extensions.saves.messages import (
     DiscardSavedCall,
     EndSaveCall,
@@ -53,13 +60,6 @@ from sglang_inflight.sglang_types import get_model, get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest
 from sglang_inflight.topology import own_replica
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
-from sglang_inflight.vocabulary.served import (
-    FORMAT,
-    RankPart,
-    name_of_rank,
-    part_file,
-    tensors_file,
-)
 
 
 @dataclass
