@@ -19,6 +19,7 @@ from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS
 
 PACKAGE = ROOT / "sglang_inflight"
+PAGES = sorted((PACKAGE / "extensions").glob("*/README.md"))
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "tools" / "README.md",
@@ -40,7 +41,9 @@ def test_every_module_has_a_docstring() -> None:
     assert not [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, *PAGES], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_named_files_exist(document: Path) -> None:
     text = document.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_joint_calls_only_functions_of_composed_modules_in_order(
     assert [*joint] == []
     joints.compose(["json", "shutil"])
     assert [*joint] == [first, second]
+
+
+def test_architecture_lists_every_joint() -> None:
+    joints_of = {
+        (name, str(path.relative_to(ROOT / PACKAGE)))
+        for path in MODULES.values()
+        for name in re.findall(r"^(\w+): Joint\[", path.read_text(), re.MULTILINE)
+    }
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| joint |")[2]
+    assert {*re.findall(r"^\| `(\w+)` \| `(\S+)` \|", table, re.MULTILINE)} == joints_of
 
 
 def test_hook_modules_leave_out_what_needs_an_absent_library() -> None:

@@ -1,4 +1,4 @@
-"""The ledger's table of hooks matches the code."""
+"""Each page of the ledger has the hooks that its part of the code declares."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ import sglang_inflight
 from sglang_inflight import hooking
 from sglang_inflight.hooking import Hook, hooks_of, one_around_each
 from sglang_inflight.plugin import every_hook, hook_modules
+from tests.support.ledger import LEDGERS, Ledger
 
 PACKAGE = Path(sglang_inflight.__file__).parent
-LEDGER = Path(__file__).parents[2] / "patches" / "README.md"
 
 
-def test_ledgers_hook_table_matches_code() -> None:
-    table = LEDGER.read_text().partition("## Hooks")[2]
-    rows = set(re.findall(r"^\| `([\w.]+)` \| (\w+) \|", table, re.MULTILINE))
-    hooks = {(".".join(target.split(".")[-2:]), kind.name) for target, _, kind in every_hook()}
-    assert rows == hooks
+@pytest.mark.parametrize("ledger", LEDGERS.values(), ids=map(str, LEDGERS))
+def test_ledgers_hook_table_matches_code(ledger: Ledger) -> None:
+    hooks = {
+        (".".join(target.split(".")[-2:]), kind.name)
+        for target, _, kind in hooks_of(ledger.modules)
+    }
+    assert {(target, kind) for target, kind, _ in ledger.rows} == hooks
+
+
+def test_every_hook_is_of_one_ledger() -> None:
+    assert sum(len(hooks_of(each.modules)) for each in LEDGERS.values()) == len(every_hook())
 
 
 def test_no_function_has_two_hooks_around_it() -> None:

@@ -1,4 +1,4 @@
-"""``patches/README.md`` names every patch and every mending hook, and only existing tests."""
+"""The ledger names every patch and every mending hook, and only existing tests."""
 
 from __future__ import annotations
 
@@ -11,36 +11,44 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
+from harness.starting import ROOT
+from tests.support.ledger import LEDGERS, Ledger
+
 HEADS = ("Why", "How", "Upstream thread", "Test", "Drop when")
 SERIES = sorted(ROOT.glob("patches/sglang-*"))
 PATCHES = sorted({path.name for folder in SERIES for path in folder.glob("*.patch")})
-LEDGER = (ROOT / "patches" / "README.md").read_text()
-SECTIONS = {
-    title.strip("` "): text
-    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", LEDGER, re.M | re.S)
+SECTIONS = LEDGERS[None].sections
+ENTRIES = {
+    **{patch: SECTIONS.get(patch, "") for patch in PATCHES},
+    **{title: text for ledger in LEDGERS.values() for title, text in ledger.mends.items()},
 }
-
-# sections of hooks with a fix for SGLang
-MENDS = {
-    title: text
-    for title, text in re.findall(
-        r"^### (.+?)\n(.*?)(?=^### |\Z)", SECTIONS["Hooks that mend SGLang"], re.M | re.S
-    )
-}
-ENTRIES = {**{patch: SECTIONS.get(patch, "") for patch in PATCHES}, **MENDS}
 
 
 def test_patch_sections_match_patches() -> None:
     assert [title for title in SECTIONS if title.endswith(".patch")] == PATCHES
 
 
-def test_every_mending_hook_has_a_section() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| \w+ \| .*\(mends\) \|$", SECTIONS["Hooks"], re.M)
+@pytest.mark.parametrize("ledger", LEDGERS.values(), ids=map(str, LEDGERS))
+def test_every_mending_hook_has_a_section_beside_it(ledger: Ledger) -> None:
+    mending = [target for target, _, why in ledger.rows if why.endswith("(mends)")]
     named = [
-        hook for text in MENDS.values() for hook in re.findall(r"`([\w.]+)`", text.split("\n")[0])
+        hook
+        for text in ledger.mends.values()
+        for hook in re.findall(r"`([\w.]+)`", text.split("\n")[0])
     ]
-    assert sorted(named) == sorted(rows)
+    assert sorted(named) == sorted(mending)
+
+
+def test_no_two_sections_have_one_title() -> None:
+    titles = [title for ledger in LEDGERS.values() for title in ledger.mends]
+    assert len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize("name", filter(None, LEDGERS))
+def test_extensions_page_says_for_whom_it_is(name: str) -> None:
+    text = LEDGERS[name].path.read_text()
+    for head in ("For", "Settings", "Limits"):
+        assert re.search(rf"^- \*\*{head}\*\*: \S", text, re.M), head
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
