@@ -14,7 +14,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-extension test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -30,6 +30,11 @@ rl: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
 
+# The tests of one extension alone: make test-extension NAME=saves
+test-extension: $(READY)
+	test -n "$(NAME)"
+	$(BIN)/python -m pytest $(TESTS) tests/extensions/$(NAME)
+
 # Servers and updates on a device that keeps CUDA's rules on CPU threads (docs/glass.md).
 test-glass: $(READY)
 	$(BIN)/python -m tests.glass
@@ -37,11 +42,11 @@ test-glass: $(READY)
 # Those of a prefill and a decode server, between which KV goes over TCP: for that, Debian's
 # libibverbs1 has to be there, too.
 test-pairs: $(PAIRS)
-	$(BIN)/python -m pytest tests/pairs
+	$(BIN)/python -m pytest tests/extensions/disaggregation/pairs
 
 # Servers whose schedulers are actors of a real Ray cluster on this machine.
 test-ray: $(RAY)
-	$(BIN)/python -m pytest tests/on_ray
+	$(BIN)/python -m pytest tests/extensions/ray/on_ray
 
 # Real trainers and routers, whole, on this server. Each has its libraries in an environment of its own.
 test-trl: $(READY) .venv-trl/.ready

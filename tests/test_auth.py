@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from harness.server import Server
-from sglang_inflight.extensions.mends.redaction import REDACTED
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import routes
 
 USER, ADMIN = "user-key", "admin-key"
+REDACTED = "<redacted>"
 FLAVOURS["keyed_server"] = Flavour(
     ("--weight-version", "v0", "--api-key", USER, "--admin-api-key", ADMIN)
 )

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +29,45 @@ def install() -> None:
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_inflight.extensions.memory.on_rank import MemoryRelease
-    from sglang_inflight.extensions.nodes import check, relay
-    from sglang_inflight.extensions.saves.files import NewFile
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.update.jobs import Jobs
     from sglang_inflight_tools.reference import PageSaver
 
-    check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))
-    relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
+    if has("nodes"):
+        from sglang_inflight.extensions.nodes import check, relay
+
+        check.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", check.WAIT_S))
+        relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
     if "INFLIGHT_TEST_FURTHER_NODE" in os.environ:
         # the first node, on this machine, may have bound the server's ports already
         server_args.wait_port_available = lambda port, name, **_: True
-    for method, hook in (
+    faulty: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (Jobs.fill, first),
         (Jobs.take_in, middle),
         (Jobs.seal, vote),
         (Boundary.flush, flush),
-        (MemoryRelease.copy_for, copy),
         (PageSaver.pause, saver),
-        (NewFile.write, write),
-    ):
+    ]
+    if has("saves"):
+        from sglang_inflight.extensions.saves.files import NewFile
+
+        faulty.append((NewFile.write, write))
+    if has("memory"):
+        from sglang_inflight.extensions.memory.on_rank import MemoryRelease
+
+        faulty.append((MemoryRelease.copy_for, copy))
+    for method, hook in faulty:
         target = f"{method.__module__}.{method.__qualname__}"
         HookRegistry.register(target, hook, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
-    worker = "sglang_inflight.extensions.workers.worker.Worker"
-    HookRegistry.register(f"{worker}._act", news, HookType.AROUND)
+    if has("workers"):
+        worker = "sglang_inflight.extensions.workers.worker.Worker"
+        HookRegistry.register(f"{worker}._act", news, HookType.AROUND)
+
+
+def has(extension: str) -> bool:
+    return find_spec(f"sglang_inflight.extensions.{extension}") is not None
 
 
 def first(fill: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:

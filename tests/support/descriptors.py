@@ -6,8 +6,21 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
+import torch
+
+from harness.server import PLAIN, Server
+from tests.support.load import until, update
+from tests.support.updates import LIVE, by_value
+
+# the string is long enough to be passed as a file
+LARGE: dict[str, Any] = {
+    "serialized_named_tensors": [by_value({"model.norm.weight": torch.ones(1 << 16)})],
+    **LIVE,
+}
 
 
 @contextmanager
@@ -34,3 +47,27 @@ def _lowest_free(process: psutil.Process) -> int:
 
 def _open(process: psutil.Process) -> set[int]:
     return {int(entry.name) for entry in Path(f"/proc/{process.pid}/fd").iterdir()}
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[httpx.Client]:
+    """A connection opened before descriptors run out."""
+    with httpx.Client(base_url=server.url, timeout=60, headers=server.headers, **PLAIN) as client:
+        assert client.get("/inflight/status").status_code == 200
+        yield client
+
+
+def expect_refused(answer: httpx.Response) -> None:
+    content = answer.json()
+    assert (answer.status_code, content["error"]["type"]) == (503, "Exhausted"), content
+    assert "Too many open files" in content["message"]
+    assert "Nothing has changed" in content["message"]
+
+
+def expect_recovered(
+    server: Server, checkpoints: Path, processes: dict[psutil.Process, int]
+) -> None:
+    """Check that an update works and that ``processes`` have only their former descriptors open."""
+    update(server, checkpoints, 1, **LIVE)
+    for process, before in processes.items():
+        until("all is closed", lambda p=process, n=before: count(p) <= n)  # type: ignore[misc]

@@ -21,8 +21,6 @@ from sglang_inflight.extensions.memory.messages import (
     ReleaseCall,
     ResumeCall,
 )
-from sglang_inflight.extensions.transparent import TransparentSettings
-from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
@@ -72,7 +70,7 @@ from sglang_inflight.scheduler.pause.machine import (
     Released,
     transition,
 )
-from sglang_inflight.settings import Settings, read
+from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import (
     MEMORY,
@@ -91,8 +89,6 @@ FIRST = Rank(0, 0, 0)
 NAMES = {call.body: call.name for call in TABLE.values()}
 NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
-# of a transparent window, in seconds
-GRACE_S = read(TransparentSettings).transparent_grace_s
 
 
 class OneRank:
@@ -326,6 +322,9 @@ class FrontEnd:
             }
         )
         if transparent:
+            # not at the top: the core's tests have no extension
+            from sglang_inflight.extensions.transparent.windows import Transparent
+
             self.handlers = Transparent(
                 self.handlers,
                 manager,
@@ -334,7 +333,7 @@ class FrontEnd:
                 self.groups,
                 settings,
                 can,
-                grace_s=GRACE_S,
+                grace_s=30.0,
                 in_background=self.in_background,
             ).handlers
         manager.take_answer = self._take_answer

@@ -50,7 +50,7 @@ def _modules_of(extension: str | None) -> tuple[str, ...]:
 
 
 # by extension; the core's is None's
-LEDGERS = {
+LEDGERS: dict[str | None, Ledger] = {
     None: Ledger(ROOT / "patches" / "README.md", _modules_of(None)),
     **{
         path.parent.name: Ledger(path.parent / "README.md", _modules_of(path.parent.name))

@@ -16,7 +16,6 @@ from tests.support.failed_server import describe
 from tests.support.pool import FLAVOURS, UPSTREAM, ServerPool, server_pool
 
 VERSIONS = 6
-UNIT = Path(__file__).parents[1] / "unit"
 POOL = pytest.StashKey[ServerPool]()
 
 
@@ -28,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers (``make test``) share out the groups: one flavour in one file each. This hook must run
     before xdist's, which reads the groups.
     """
-    items.sort(key=lambda item: (-_limit(item), item.path.parent == UNIT, _turn(item)))
+    items.sort(key=lambda item: (-_limit(item), item.path.parent.name == "unit", _turn(item)))
     for item in items:
         # tests with another zygote have a group of their own
         if item.get_closest_marker("xdist_group") is None:

@@ -11,8 +11,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.extensions.workers.forward import AbortBody
 from sglang_inflight.frontend.as_sglang import decode, sglangs_class
+from sglang_inflight.plugin import every_hook
 from sglang_inflight.vocabulary import bodies, sparse
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused
@@ -198,8 +198,9 @@ def test_version_in_any_language_is_accepted() -> None:
 
 
 def test_each_body_names_a_class_of_sglang() -> None:
-    """Also the bodies that only one module reads."""
-    shapes: list[type[Body]] = [Body, AbortBody]
+    """Also the bodies that only one module reads, imported with the hooks."""
+    every_hook()
+    shapes: list[type[Body]] = [Body]
     for shape in shapes:
         shapes += shape.__subclasses__()
         if shape.sglang is not None:

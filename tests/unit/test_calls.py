@@ -9,12 +9,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sglang_inflight.client.fields import BeginFields, UpdateFields
-from sglang_inflight.extensions.adapters.adapters import add_handlers
-from sglang_inflight.extensions.contracts import version_waits
-from sglang_inflight.extensions.fleet import fleet_version as fleet
-from sglang_inflight.extensions.memory import front_end as memory
-from sglang_inflight.extensions.saves import front_end as saves
-from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
@@ -27,6 +21,14 @@ from tests.unit.fakes import SETTINGS
 
 def handlers() -> dict[str, tuple[Handler, Handler]]:
     """Each call's handler, and the one of transparent mode."""
+    # not at the top: without an extension's folder the other tests run
+    from sglang_inflight.extensions.adapters.adapters import add_handlers
+    from sglang_inflight.extensions.contracts import version_waits
+    from sglang_inflight.extensions.fleet import fleet_version as fleet
+    from sglang_inflight.extensions.memory import front_end as memory
+    from sglang_inflight.extensions.saves import front_end as saves
+    from sglang_inflight.extensions.transparent.windows import Transparent
+
     classes: dict[str, Any] = {
         "pauses": Pauses,
         "updates": Updates,

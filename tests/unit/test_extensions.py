@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -26,6 +27,7 @@ from tests.support import extension_folders
 from tests.unit.test_import_circles import PACKAGE, imports_of, name_of
 
 FOLDER = f"{PACKAGE}.extensions"
+TESTS = ROOT / "tests"
 BY_NAME = {each.name: each for each in all_extensions()}
 MODULES = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
 
@@ -42,6 +44,32 @@ def test_module_imports_no_extension_but_its_own_and_declared_ones(name: str) ->
     imported = {extension_of(each) for each in imports_of(MODULES[name])} - {None, own}
     allowed = set() if own is None else set(BY_NAME[own].requires)
     assert imported <= allowed
+
+
+# tests of the core that need an extension for a part of what they check
+OF_BOTH = {
+    "support/front_end.py",
+    "unit/test_boundary.py",
+    "unit/test_caller_disconnects.py",
+    "unit/test_request_checks.py",
+    "unit/test_silent_ranks.py",
+    "unit/test_staging_states.py",
+}
+
+
+def test_tests_outside_of_an_extensions_folder_do_without_it() -> None:
+    """Without the folder of an extension, pytest can collect all tests but the extension's."""
+    needed = {}
+    for path in TESTS.rglob("*.py"):
+        if str(path.relative_to(TESTS)) in OF_BOTH:
+            continue
+        below = path.relative_to(TESTS).parts
+        own = below[1] if below[0] == "extensions" and len(below) > 2 else None
+        top = [each for each in ast.parse(path.read_text()).body if type(each) is ast.ImportFrom]
+        imported = {extension_of(f"{each.module}.") for each in top} - {None, own}
+        needed[str(path)] = imported - (set() if own is None else set(BY_NAME[own].requires))
+    assert len(needed) > 1
+    assert {path: names for path, names in needed.items() if names} == {}
 
 
 def test_each_folder_is_an_extension_of_its_name() -> None:

@@ -1,7 +1,7 @@
 """Order of changes in a fleet of prefill servers and decode servers.
 
-The servers give canned answers, because only the order of calls is tested. ``tests/pairs/`` has
-real pairs.
+The servers give canned answers, because only the order of calls is tested.
+``tests/extensions/disaggregation/pairs/`` has real pairs.
 """
 
 from __future__ import annotations

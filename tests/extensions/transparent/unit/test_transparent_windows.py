@@ -12,6 +12,7 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.extensions.transparent import TransparentSettings
 from sglang_inflight.extensions.transparent.windows import Transparent
 from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.http import endpoints
@@ -19,6 +20,7 @@ from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
 from sglang_inflight.frontend.http.routes import endpoint_of
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
+from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.answers import Release
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
@@ -38,7 +40,6 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 from tests.support.front_end import (
-    GRACE_S,
     NAMES,
     NO_STATUS,
     FrontEnd,
@@ -46,6 +47,8 @@ from tests.support.front_end import (
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
 from tests.unit.fakes import ALL, SETTINGS, Play
+
+GRACE_S = read(TransparentSettings).transparent_grace_s
 
 
 class NoPauses:
