@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_inflight.hooking import AFTER, AROUND, hook
-from sglang_inflight.scheduler.requests import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -35,21 +34,12 @@ def move_kv_to_turn(sessions: StreamingSession, slot: SessionSlot, req: Req) -> 
 
 @hook("sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req", AROUND)
 def end_turn(keep: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """Leave a finished request's row to its streaming session; free a retracted one's.
-
-    KV that is fenced off is released: the next request recomputes its history.
-    """
+    """Leave a finished request's row to its streaming session; free a retracted one's."""
     slot = sessions.borrowed_slot(req)
-    if slot is None:
+    if slot is None or req.finished():
         return keep(sessions, req)
-    if not req.finished():
-        move_kv_to_turn(sessions, slot, req)
-        return False
-    session = req.session
-    is_kept = keep(sessions, req)
-    if is_kept and session is not None and record_of(req).is_fenced_off:
-        sessions.cache.release_session(session.session_id)
-    return is_kept
+    move_kv_to_turn(sessions, slot, req)
+    return False
 
 
 @hook("sglang.srt.session.session_controller.Session.create_req", AFTER)

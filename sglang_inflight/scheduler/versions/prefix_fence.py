@@ -24,15 +24,18 @@ weights would serve newer weights. That cache is cleared.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers import mm_schedule
 
+from sglang_inflight.hooking import AROUND, hook
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.requests import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.streaming_session import StreamingSession
 
 _MARK = "|inflight-epoch:"
 _OF_WEIGHTS = "|inflight-weights:"
@@ -93,6 +96,18 @@ class PrefixFence:
             req.extra_key = f"{_own_key(req)}{_OF_WEIGHTS}{record.weights}"
         elif self._epoch:
             req.extra_key = f"{_own_key(req)}{_MARK}{self._epoch}"
+
+
+@hook(
+    "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req", AROUND, order=1
+)
+def free_turn(keep: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
+    """Free a session's KV at a turn's end if it is fenced off; the next turn recomputes it."""
+    session = req.session if sessions.borrowed_slot(req) is not None else None
+    is_kept = keep(sessions, req)
+    if is_kept and session is not None and req.finished() and record_of(req).is_fenced_off:
+        sessions.cache.release_session(session.session_id)
+    return is_kept
 
 
 def _own_key(req: Req) -> str:
