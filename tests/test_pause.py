@@ -540,17 +540,6 @@ def test_watchdog_and_request_timeouts_spare_a_long_pause(normal_loop_server: Se
     expect_all_go_on(generations)
 
 
-@pytest.mark.guards_fix
-def test_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> None:
-    server = normal_loop_server
-    generations = start_running(server, MAX_RUNNING, tokens=ENDLESS)
-    generations += start(server, MAX_QUEUED - 1, tokens=ENDLESS)
-    until_waiting(server, MAX_QUEUED - 1)
-    pause(server, "retract")
-    resume(server)
-    expect_all_go_on(generations)
-
-
 def test_full_queue_refuses_new_requests_while_paused(normal_loop_server: Server) -> None:
     server = normal_loop_server
     pause(server, "in_place")

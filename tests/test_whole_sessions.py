@@ -222,20 +222,3 @@ def test_failed_transfer_in_place_is_served_by_nobody(
         refuse(server.post("/generate", body), "partially written", status_code=503)
         sync(client, 3)
         expect_served(server, 3)
-
-
-def test_failed_transfer_in_flight_changes_nothing(
-    pool: ServerPool, checkpoints: Path, trainers: Trainers
-) -> None:
-    for server in serve(pool, "whole_transparent_server"):
-        client = nemo_of(server, checkpoints, trainers)
-        before = serving(server)
-        running = start_running(server, 2, tokens=ENDLESS)
-        missing = send_half(client, 2)
-        # the end is decided by continue_generation
-        assert server.post(END, {})["status_code"] == 200
-        refuse(client.resume(), "nothing has changed", missing[0])
-        more_tokens(running)
-        assert serving(server) == before
-        sync(client, 3)
-        expect_to_run_on(server, running, [0, 3])

@@ -8,6 +8,7 @@ import pytest
 from sglang.srt.managers import io_struct
 
 from sglang_inflight.messages import Described, answers, calls, make_known
+from sglang_inflight.plugin import every_hook
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Capabilities,
@@ -44,6 +45,10 @@ DESCRIBED = Described(
     ),
     memory=MemoryStatus(weights="lost"),
 )
+
+
+# imports the extensions' calls
+every_hook()
 
 
 @pytest.mark.parametrize("call", calls(), ids=lambda call: call.__name__)
