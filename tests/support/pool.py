@@ -8,9 +8,10 @@ server costs the next test a fresh start, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import httpx
 from harness.server import Server, free_port, serve
 from harness.starting import ENV as ENV
 from harness.starting import UPSTREAM as UPSTREAM
+from sglang_inflight.extension import all_extensions
+from sglang_inflight.settings import PREFIX, Settings, names_of_extensions
 
 # short on unpatched SGLang, where many tests are about a hang
 RESTORE_TIMEOUT_S = 10.0 if UPSTREAM else 60.0
@@ -132,6 +135,22 @@ def add_both_loops(name: str, flavour: Flavour) -> list[str]:
     return [name, normal]
 
 
+def settings_of_extensions_here(env: Mapping[str, str]) -> dict[str, str]:
+    """Leave out settings of extensions that are off in this run, or not there.
+
+    A server would refuse them.
+    """
+    chosen = {**os.environ, **env}.get(f"{PREFIX}EXTENSIONS")
+    names = None if chosen is None else names_of_extensions(chosen)
+    here = [each for each in all_extensions() if names is None or each.name in names]
+    kinds: list[type[Any]]
+    kinds = [Settings, *(each.settings for each in here if each.settings is not None)]
+    known = {PREFIX + setting.name.upper() for kind in kinds for setting in fields(kind)}
+    return {
+        name: value for name, value in env.items() if not name.startswith(PREFIX) or name in known
+    }
+
+
 class ServerPool:
     """Keeps one server running, and starts another for another flavour."""
 
@@ -158,7 +177,7 @@ class ServerPool:
                 model,
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
-                env=flavour.env,
+                env=settings_of_extensions_here(flavour.env),
                 admin_key=flavour.admin_key,
             )
         )
