@@ -23,7 +23,6 @@ from tests.support.load import (
 )
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.updates import Call
-from tests.support.vllm import VLLMClient
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -45,8 +44,8 @@ def expect_only_the_second_to_end(named: list[Generation]) -> None:
     assert not third.has_ended
 
 
-def test_abort_spares_running_requests_with_a_longer_name(vllm_server: Server) -> None:
-    named = start_named(vllm_server)
+def test_abort_spares_running_requests_with_a_longer_name(server: Server) -> None:
+    named = start_named(server)
     more_tokens(named)
     named[1].abort()
     expect_only_the_second_to_end(named)
@@ -54,35 +53,35 @@ def test_abort_spares_running_requests_with_a_longer_name(vllm_server: Server) -
 
 
 @pytest.mark.parametrize("kind", ["queued", "retracted", "under_a_grammar"])
-def test_abort_spares_waiting_requests_with_a_longer_name(vllm_server: Server, kind: str) -> None:
+def test_abort_spares_waiting_requests_with_a_longer_name(server: Server, kind: str) -> None:
     if kind == "retracted":
-        named = start_named(vllm_server)
+        named = start_named(server)
         more_tokens(named)
-        pause(vllm_server, "retract")
+        pause(server, "retract")
     else:
-        pause(vllm_server, "in_place")
+        pause(server, "in_place")
         regex = f"(t[0-9]+|x{next(_grammars)})*"
         sampling = {"regex": regex} if kind == "under_a_grammar" else None
-        named = start_named(vllm_server, sampling=sampling)
-    until_waiting(vllm_server, 3)
+        named = start_named(server, sampling=sampling)
+    until_waiting(server, 3)
     named[1].abort()
     expect_only_the_second_to_end(named)
-    until_waiting(vllm_server, 2)
-    resume(vllm_server)
+    until_waiting(server, 2)
+    resume(server)
     expect_all_go_on([named[0], named[2]])
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_client_disconnect_spares_a_request_with_a_longer_name(
-    vllm_server: Server, *, stream: bool
+    server: Server, *, stream: bool
 ) -> None:
-    pause(vllm_server, "in_place")
-    leaving = Generation(vllm_server, tokens=8, rid="c1", stream=stream)
-    staying = Generation(vllm_server, tokens=ENDLESS, rid="c12")
-    until_waiting(vllm_server, 2)
+    pause(server, "in_place")
+    leaving = Generation(server, tokens=8, rid="c1", stream=stream)
+    staying = Generation(server, tokens=ENDLESS, rid="c12")
+    until_waiting(server, 2)
     leaving.disconnect()
-    until_waiting(vllm_server, 1)
-    resume(vllm_server)
+    until_waiting(server, 1)
+    resume(server)
     expect_all_go_on([staying])
 
 
@@ -112,38 +111,25 @@ def test_aborted_embedding_answers_503(pool: ServerPool, path: str, body: dict[s
 
 
 @pytest.mark.parametrize("kind", ["samples", "batch"])
-def test_abort_by_name_ends_a_whole_group(vllm_server: Server, kind: str) -> None:
+def test_abort_by_name_ends_a_whole_group(server: Server, kind: str) -> None:
     if kind == "samples":
-        group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
+        group = Generation(server, tokens=ENDLESS, rid="group", n=3)
     else:
         prompts = [prompt() for _ in range(3)]
-        group = Generation(vllm_server, tokens=ENDLESS, rid="group", input_ids=prompts, outputs=3)
-    (other,) = start_running(vllm_server, 1, tokens=ENDLESS, rid="group1")
+        group = Generation(server, tokens=ENDLESS, rid="group", input_ids=prompts, outputs=3)
+    (other,) = start_running(server, 1, tokens=ENDLESS, rid="group1")
     group.wait_for_tokens(3)
     group.abort()
     assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
     expect_all_go_on([other])
 
 
-def test_abort_ends_a_group_before_its_samples_exist(vllm_server: Server) -> None:
+def test_abort_ends_a_group_before_its_samples_exist(server: Server) -> None:
     """SGLang creates samples after computing the prompt, which a pause prevents."""
-    pause(vllm_server, "in_place")
-    group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
-    until_waiting(vllm_server, 1)
+    pause(server, "in_place")
+    group = Generation(server, tokens=ENDLESS, rid="group", n=3)
+    until_waiting(server, 1)
     group.abort()
     assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
-    resume(vllm_server)
-    until_empty(vllm_server)
-
-
-def test_vllm_abort_counts_the_requests_it_ended(vllm_server: Server, vllm: VLLMClient) -> None:
-    group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
-    group.wait_for_tokens(3)
-    named = start_named(vllm_server)
-    more_tokens(named)
-    assert vllm.post("/abort_requests", {"request_ids": ["gro", "other"]})["aborted"] == 0
-    answer = vllm.post("/abort_requests", {"request_ids": ["group", "step1", "step1"]})
-    assert answer["aborted"] == 4
-    assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
-    expect_only_the_second_to_end(named)
-    expect_all_go_on([named[0], named[2]])
+    resume(server)
+    until_empty(server)

@@ -202,6 +202,14 @@ def test_joint_calls_only_functions_of_composed_modules_in_order(
     assert [*joint] == [first, second]
 
 
+def test_api_document_lists_every_extension() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().partition("### Extensions\n")[2]
+    rows = re.findall(r"^\| `(\w+)`(?: \(requires (.*)\))? \|", table.partition("\n#")[0], re.M)
+    assert {name: tuple(re.findall(r"`(\w+)`", others)) for name, others in rows} == {
+        each.name: each.requires for each in all_extensions()
+    }
+
+
 def test_architecture_lists_every_joint() -> None:
     joints_of = {
         (name, str(path.relative_to(ROOT / PACKAGE)))
