@@ -23,7 +23,7 @@ from torch import nn
 
 from sglang_inflight.messages import DIRECT
 from sglang_inflight.scheduler.update import jobs
-from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
+from sglang_inflight.scheduler.update.checks.loader_reads import find_loader_reads
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
@@ -449,7 +449,7 @@ class Scaled(nn.Module):
 
 def test_used_names_are_found_without_memory() -> None:
     for traits in (Traits(), Traits(gathers=True), Traits(caches=True), Traits(clones=True)):
-        found = find_put_to_use(Model(traits), SHAPES, torch.float32)
+        found = find_loader_reads(Model(traits), SHAPES, torch.float32)
         assert found.tensors == SHAPES.keys() - IGNORED
         assert list(found.weights_left_out or ()) == ["normalizer"]
 
@@ -463,7 +463,7 @@ def test_used_names_of_an_aborted_dry_run_are_kept() -> None:
                 write(self.parameters_by_name()[name], tensor)
 
     shapes = {name: SHAPES[name] for name in ("plain", "norm", "k", "uncounted")}
-    found = find_put_to_use(Stops(Traits()), shapes, torch.float32)
+    found = find_loader_reads(Stops(Traits()), shapes, torch.float32)
     assert found.tensors == {"plain", "norm"}
     assert found.weights_left_out is None
 

@@ -33,9 +33,9 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Write,
     without_threads,
 )
-from sglang_inflight.scheduler.update.checks.put_to_use import (
-    PutToUse,
-    find_put_to_use,
+from sglang_inflight.scheduler.update.checks.loader_reads import (
+    LoaderReads,
+    find_loader_reads,
     find_refreshed,
 )
 from sglang_inflight.scheduler.update.checks.stageable import (
@@ -439,7 +439,7 @@ class ShadowedModel:
             stored, _ = thread.do(self._read_checkpoint)
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         model = self.runner.model
-        found = find_put_to_use(model, shapes, next(model.parameters()).dtype)
+        found = find_loader_reads(model, shapes, next(model.parameters()).dtype)
         derived = found.derived | self._derived_by_loads
         if derived and (derived := derived - find_refreshed(model)):
             raise Refused(
@@ -495,7 +495,7 @@ class ShadowedModel:
         self._quantizer.begin()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
-            self.__dict__.pop("_put_to_use", None)
+            self.__dict__.pop("_loader_reads", None)
         if isinstance(self.shadow, FinishedModel):
             self.shadow.begin(is_partial=is_partial)
         else:
@@ -752,7 +752,7 @@ class ShadowedModel:
 
     def _is_needed(self, name: str) -> bool:
         """Return whether the model's loader uses the tensor ``name`` of its checkpoint."""
-        return name in self._put_to_use.tensors
+        return name in self._loader_reads.tensors
 
     @property
     def set_by_the_model(self) -> frozenset[str]:
@@ -761,12 +761,12 @@ class ShadowedModel:
         persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
         if not persistent or not self.served:
             return frozenset()
-        return (self._put_to_use.weights_left_out or frozenset()) & persistent
+        return (self._loader_reads.weights_left_out or frozenset()) & persistent
 
     @functools.cached_property
-    def _put_to_use(self) -> PutToUse:
+    def _loader_reads(self) -> LoaderReads:
         model = self._pristine if self._pristine is not None else self.runner.model
-        return find_put_to_use(model, self.served, next(model.parameters()).dtype)
+        return find_loader_reads(model, self.served, next(model.parameters()).dtype)
 
 
 def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str | None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _NOWHERE = torch.device("meta")
 
 
-class PutToUse(NamedTuple):
+class LoaderReads(NamedTuple):
     """How a loader uses a checkpoint."""
 
     # names of the tensors that reach a weight or a derived tensor
@@ -28,9 +28,9 @@ class PutToUse(NamedTuple):
     derived: frozenset[str]
 
 
-def find_put_to_use(
+def find_loader_reads(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> PutToUse:
+) -> LoaderReads:
     """Return the tensors of a checkpoint of ``shapes`` used by the loader of ``model``.
 
     A loader skips the layers of other pipeline stages, the tensors of a draft, tables computed by
@@ -58,7 +58,7 @@ def find_put_to_use(
         left_out = frozenset(name for name, _, _ in twin.pairs) - written
     except Exception as error:
         logger.debug("The loader's run on tensors without memory ended early: %s", error)
-    return PutToUse(frozenset(dataflow.reached), left_out, frozenset(derived))
+    return LoaderReads(frozenset(dataflow.reached), left_out, frozenset(derived))
 
 
 def find_refreshed(model: nn.Module) -> frozenset[str]:
