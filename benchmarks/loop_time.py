@@ -28,7 +28,7 @@ from benchmarks.common.report import Report, Summary
 from sglang_inflight.scheduler.update.changes import exchange, exchange_kernel
 from sglang_inflight.scheduler.update.changes.encoding import BLOCK, PIECE, Changes, Part
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
-from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
+from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def main(
 
 def measure(rank: Rank, turns: int) -> dict[str, Summary]:
     """Return the cells of ``rank``: ``table`` in seconds, and milliseconds on the loop."""
-    made = MadeByForwards(model_of(rank.modules))
+    made = ForwardCaches(model_of(rank.modules))
     made.look()
     pairs = tuple((torch.empty(1), torch.empty(1)) for _ in range(rank.weights))
     pointers = PreparedSwap(swap_for(CPU), pairs)

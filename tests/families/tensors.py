@@ -20,7 +20,7 @@ from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, wh
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
-from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
+from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import fuse_scales
@@ -101,7 +101,7 @@ def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[
     runner: Any = SimpleNamespace(model=model, model_config=config, load_config=LoadConfig())
     torch.manual_seed(0)
     pristine = construct(runner)
-    loaded = MadeByForwards(model).memory_after_loading()
+    loaded = ForwardCaches(model).memory_after_loading()
     limit = UNPACED
     return pristine, find_recipe(
         pristine, model, torch.device("cpu"), served.items(), limit, 1 << 40, loaded

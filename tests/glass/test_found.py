@@ -258,8 +258,8 @@ def residual_version(number: int) -> dict[str, torch.Tensor]:
 class ServedResidual(Served):
     def __init__(self) -> None:
         super().__init__(on_device(Residual()))
-        self.made = self.rank.shadowed.made_by_forwards
-        self.live.attach({"target": self.made}, free=PreparedSwap.free)
+        self.caches = self.rank.shadowed.forward_caches
+        self.live.attach({"target": self.caches}, free=PreparedSwap.free)
 
 
 @on_card()
@@ -279,7 +279,7 @@ def test_product_that_a_graph_holds_refuses_updates_by_name() -> None:
     graph = glass.Graph()
     with torch.no_grad(), glass.graph(graph):
         served.model()
-    served.made.look(in_graphs=True)
+    served.caches.find(in_graphs=True)
     with pytest.raises(Refused, match=r"_attn_res_cw_cache.*captured CUDA graphs hold it"):
         served.stage(residual_version(1))
 

@@ -87,7 +87,7 @@ def make_staging(
             runner,
             parameters,
             experts_move=moves,
-            made_by_forwards=scheduler.inflight_made.get(id(runner.model)),
+            forward_caches=scheduler.inflight_forward_caches.get(id(runner.model)),
         )
         for role, runner in runners
     ]
@@ -95,7 +95,7 @@ def make_staging(
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)
-        model.made_by_forwards.end_start(model.runner, holds_graphs=model.holds_graphs)
+        model.forward_caches.end_start(model.runner, holds_graphs=model.holds_graphs)
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
             model.prepare_to_finish()
     device = device_of(models[0].runner.model)
@@ -137,7 +137,7 @@ def make_staging(
         rate_limit = paced
         worker = StagingWorker(answers, device, settings.stage_nice, rate_limit, streams)
     live.attach(
-        {model.role: model.made_by_forwards for model in models},
+        {model.role: model.forward_caches for model in models},
         free=lambda swap: worker.do(swap.free),
     )
     groups = Groups(settings.group_timeout_s, device)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.live_machine import (
     AnnounceWrite,
     Begin,
@@ -30,7 +31,6 @@ from sglang_inflight.scheduler.update.live_machine import (
     transition,
     why_not,
 )
-from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.vocabulary.labels import VersionLabel
 
@@ -88,16 +88,16 @@ class LiveWeights:
         # swaps that nobody will make again, each with the device's last swap at that time
         self._given_up: deque[tuple[DeviceSwap | None, PreparedSwap]] = deque()
         self._free: Callable[[PreparedSwap], None] = PreparedSwap.free
-        self._made_by_forwards: Mapping[str, MadeByForwards] = {}
+        self._forward_caches: Mapping[str, ForwardCaches] = {}
 
     def attach(
-        self, made_by_forwards: Mapping[str, MadeByForwards], free: Callable[[PreparedSwap], None]
+        self, forward_caches: Mapping[str, ForwardCaches], free: Callable[[PreparedSwap], None]
     ) -> None:
         """Use what each model's forwards make, by role, and ``free`` for given up swaps.
 
         A swap holds thousands of tensors, so they are not freed on the scheduler's thread.
         """
-        self._made_by_forwards, self._free = made_by_forwards, free
+        self._forward_caches, self._free = forward_caches, free
 
     # ---- the state -----------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class LiveWeights:
     def lose_name(self) -> None:
         """Forget the served version until the next commit: something else wrote the weights."""
         self.move(Overwrite())
-        self._reset_made()
+        self._reset_forward_caches()
 
     # ---- exchanges -----------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class LiveWeights:
         nbytes, before = self._swap(swap), self.contents
         self._hold(swap)
         self.move(Commit(base, digest, swap.is_possible, missing, kv_scale))
-        self._reset_made()
+        self._reset_forward_caches()
         held_s = time.monotonic() - before.since if isinstance(before, Torn) else 0.0
         return Swapped(nbytes, held_s)
 
@@ -260,7 +260,7 @@ class LiveWeights:
         self.move(Begin(Exchange.ROLLBACK))
         nbytes = self._swap(self._swap_back)
         self.move(RollBack(base))
-        self._reset_made()
+        self._reset_forward_caches()
         return Swapped(nbytes, 0.0)
 
     @contextmanager
@@ -272,18 +272,18 @@ class LiveWeights:
         assert previous == self.previous
         self.move(Begin(Exchange.TURN))
         self._swap(self._swap_back)
-        self._reset_made()
+        self._reset_forward_caches()
         try:
             yield
         finally:
             self._swap(self._swap_back)
-            self._reset_made()
+            self._reset_forward_caches()
             self.move(EndTurn())
 
-    def _reset_made(self) -> None:
+    def _reset_forward_caches(self) -> None:
         """Have the next forward make its tensors anew of the weights now live."""
-        for made in self._made_by_forwards.values():
-            made.reset()
+        for caches in self._forward_caches.values():
+            caches.reset()
 
     def _swap(self, swap: PreparedSwap) -> int:
         """Make ``swap``. If it fails, the weights are partially written."""
@@ -291,7 +291,7 @@ class LiveWeights:
             return self._swap_between_forwards(swap)
         except BaseException:
             why = "an exchange of the weights failed"
-            self.move(Break(why, frozenset(self._made_by_forwards), time.monotonic()))
+            self.move(Break(why, frozenset(self._forward_caches), time.monotonic()))
             raise
 
     def _swap_between_forwards(self, swap: PreparedSwap) -> int:

@@ -19,7 +19,7 @@ from sglang_inflight.scheduler.collectives import (
 )
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import device_of, why_stale
-from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
+from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.settings import Settings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
         inflight_reservation: Reservation | None
         # by the model's id
-        inflight_made: dict[int, MadeByForwards]
+        inflight_forward_caches: dict[int, ForwardCaches]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def reserve_shadow(scheduler: ReservingScheduler) -> None:
     settings = Settings.from_environment()
     scheduler.inflight_reservation = reserve(scheduler, settings.staging)
     models = loaded_models(scheduler)
-    scheduler.inflight_made = {id(model): MadeByForwards(model) for model in models}
+    scheduler.inflight_forward_caches = {id(model): ForwardCaches(model) for model in models}
 
 
 def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:

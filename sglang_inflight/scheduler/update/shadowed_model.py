@@ -58,8 +58,8 @@ from sglang_inflight.scheduler.update.finished.proving import Proving
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
 from sglang_inflight.scheduler.update.forms import Form, Weight
+from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
-from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, use_one_core
 from sglang_inflight.scheduler.update.shadow import (
@@ -110,11 +110,11 @@ class ShadowedModel:
         parameters: ShadowParameters,
         *,
         experts_move: bool = False,
-        made_by_forwards: MadeByForwards | None = None,
+        forward_caches: ForwardCaches | None = None,
     ) -> None:
         """``experts_move``: SGLang moves experts between ranks while it serves.
 
-        ``made_by_forwards`` has noted the model before its first forward.
+        ``forward_caches`` has noted the model before its first forward.
         """
         self.role = role
         self._experts_move = experts_move
@@ -123,7 +123,7 @@ class ShadowedModel:
         self.checkpoint = runner.model_config.model_path
         self.configuration = ServedConfiguration.of(runner)
         self._parameters = parameters
-        self.made_by_forwards = made_by_forwards or MadeByForwards(runner.model)
+        self.forward_caches = forward_caches or ForwardCaches(runner.model)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         self._shadow: Shadow | FinishedModel | InPlaceModel | None = None
@@ -269,7 +269,7 @@ class ShadowedModel:
                 weights,
                 rate_limit,
                 available_to_this_rank(),
-                self.made_by_forwards.memory_after_loading(),
+                self.forward_caches.memory_after_loading(),
                 check,
             )
         if name is not None:
@@ -480,7 +480,7 @@ class ShadowedModel:
         assert isinstance(self.shadow, InPlaceModel)
         if not self.shadow.is_open:
             # no forward runs any more until the commit
-            self.made_by_forwards.look()
+            self.forward_caches.find()
         self._is_written_otherwise, self._writes_checkpoint = True, is_checkpoint
 
     def begin(self, *, is_partial: bool) -> None:
@@ -507,7 +507,7 @@ class ShadowedModel:
         if isinstance(self.shadow, InPlaceModel) and self.shadow.is_open:
             self.on_write()
             self.shadow.finish(was_loaded=was_loaded)
-            self.made_by_forwards.note_loaded()
+            self.forward_caches.note_loaded()
 
     def restore(self) -> None:
         """Undo SGLang's finishing, before a load or something else writes in place."""
@@ -784,7 +784,7 @@ def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str |
 def why_forwards_forbid(models: Iterable[ShadowedModel]) -> str | None:
     """Return why what forwards have made of the weights forbids every update, or None."""
     for model in models:
-        if (reason := model.made_by_forwards.why_not_updated()) is not None:
+        if (reason := model.forward_caches.why_not_updated()) is not None:
             return f"weights of the {model.role} model cannot be updated: {reason}"
     return None
 

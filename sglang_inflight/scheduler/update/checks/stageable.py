@@ -3,7 +3,7 @@
 A shadow holds the tensors written by a loader. SGLang may finish a model after loading: another
 layout, a product of two weights, or a copy in another precision. A commit would leave these
 results outdated. Such a model is loaded again in place, and finished again (``in_place.py``). A
-model is refused if its finishing cannot be repeated. ``made_by_forwards.py`` finds what serving has
+model is refused if its finishing cannot be repeated. ``forward_caches.py`` finds what serving has
 made of weights.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors that a model's forwards make of weights, and keep: found, because no list is complete.
+"""Find tensors that forwards derive from weights and cache: no list of them is complete.
 
 A module may stack, convert or multiply weights at its first forward, and use the result from then
 on. A commit exchanges weights and not such results. So a model's attributes are noted after loading
@@ -101,7 +101,7 @@ class Attributes(NamedTuple):
     """The attributes of a model at one time, by namespace and name."""
 
     values: dict[_Key, _Value]
-    # of tensors beside weights
+    # checksums of tensors beside weights
     checksums: dict[_Key, str]
 
     def get(self, slot: _Slot) -> _Value:
@@ -115,11 +115,11 @@ class Watched(NamedTuple):
     before: Attributes
 
 
-class MadeByForwards:
-    """Tensors that the forwards of one model have made of its weights.
+class ForwardCaches:
+    """Tensors that forwards of one model have derived from its weights and cached.
 
-    The scheduler's thread watches forwards and resets attributes. The staging thread looks, too, so
-    a lock guards each look. A reset sets attributes between two steps, and cannot fail.
+    The scheduler's thread watches forwards and resets attributes. The staging thread searches,
+    too, so a lock guards each search. A reset sets attributes between two steps, and cannot fail.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,13 +130,13 @@ class MadeByForwards:
         # what to set at a commit, by the tensor's slot
         self._resets: dict[_Key, list[tuple[_Slot, Any]]] = {}
         self._refusals: dict[_Key, str] = {}
-        # resets made so far, to tell a look of the staging thread that one came beside it
+        # resets made so far, to tell a search of the staging thread that one came beside it
         self._times_reset = 0
         self._note()
 
     def _note(self) -> None:
         self._weights = {name for name, _ in weights_of(self._model)}
-        # by id: held, so that their ids stay unique. A forward may make others
+        # modules by id: held, so that their ids stay unique. A forward may make others
         self._modules = {id(module): module for module in self._model.modules()}
         self._noted = self.attributes()
         self._sizes = self._measure()
@@ -147,9 +147,9 @@ class MadeByForwards:
         Before the first forward, SGLang itself sets attributes while it starts.
         """
         if holds_graphs:
-            self.look(in_graphs=True)
+            self.find(in_graphs=True)
         elif runner.forward_pass_id:
-            self.look()
+            self.find()
         else:
             self._note()
         if not holds_graphs:
@@ -167,18 +167,18 @@ class MadeByForwards:
 
     def why_not_updated(self) -> str | None:
         """Return why no update may come now, by the name of a tensor, or None."""
-        self.look()
+        self.find()
         return next(iter(self._refusals.values()), None)
 
     def reset(self) -> None:
         """Unset what forwards made of the weights. Call at a commit, between two steps.
 
-        Only modules in which a forward has set something are looked at.
+        Only modules in which a forward has set something are searched.
         """
         sizes = self._sizes
         self._times_reset += 1
         if grown := sizes.find_grown():
-            self._look_at(sizes, grown)
+            self._find_in(sizes, grown)
         for resets in tuple(self._resets.values()):
             for slot, value in resets:
                 if value is _UNSET:
@@ -187,8 +187,8 @@ class MadeByForwards:
                     slot.namespace[slot.name] = type(value)() if _is_container(value) else value
                 sizes.follow(slot.namespace)
 
-    def look(self, watched: Watched | None = None, *, in_graphs: bool = False) -> None:
-        """Judge each tensor made since the last look; captured graphs hold it if ``in_graphs``."""
+    def find(self, watched: Watched | None = None, *, in_graphs: bool = False) -> None:
+        """Judge each tensor made since the last search. ``in_graphs``: CUDA graphs hold it."""
         # a view of a noted tensor shows what the commit exchanges there
         keys = self.memory_after_loading()
         # before the walk: a forward may set an attribute where the walk has been
@@ -197,10 +197,10 @@ class MadeByForwards:
             # a number is plain
             module = None
             for slot, value in self._slots(with_plain=watched is not None):
-                # a look at a forward's own traces goes first, and as a whole
+                # the search after a watched forward is not interrupted
                 if watched is None and slot.module is not module:
                     module = slot.module
-                    self._make_way()
+                    self._yield_gil()
                 if slot.key not in self._judged:
                     self._judge(slot, _noted(value, keys), watched, in_graphs=in_graphs)
             if watched is not None:
@@ -211,7 +211,7 @@ class MadeByForwards:
             if self._times_reset == times_reset:
                 self._sizes = sizes
 
-    def _look_at(self, sizes: _Sizes, grown: Iterable[int]) -> None:
+    def _find_in(self, sizes: _Sizes, grown: Iterable[int]) -> None:
         """Judge the tensors in the modules whose namespaces have ``grown``."""
         keys: set[int] | None = None
         modules = {id(sizes.owners[at][1]): sizes.owners[at] for at in grown}
@@ -233,8 +233,8 @@ class MadeByForwards:
         noted = self._noted.get(slot).tensors
         return all(any(t is known for known in noted) for t in _tensors_within(value))
 
-    def _make_way(self) -> None:
-        """Let steps run, and looks of the loop: those judge a slot as this one would."""
+    def _yield_gil(self) -> None:
+        """Let steps run, and searches of the loop: those judge a slot as this one would."""
         self._lock.release()
         try:
             make_way()
@@ -439,8 +439,8 @@ class _Sizes:
 class Watch:
     """Watches the first prefill and the first decode of a runner, on the scheduler's thread."""
 
-    def __init__(self, made: MadeByForwards, runner: ModelRunner) -> None:
-        self._made = made
+    def __init__(self, caches: ForwardCaches, runner: ModelRunner) -> None:
+        self._caches = caches
         self._runner = runner
         self._forward: Callable[..., Any] = runner.forward
         self._forwards = 0
@@ -464,22 +464,22 @@ class Watch:
         try:
             if watched.origins.failure is not None:
                 raise watched.origins.failure
-            self._made.look(watched)
+            self._caches.find(watched)
         except Exception as error:
             self._fail(error)
         return output
 
     def _begin(self, *arguments: object) -> Watched | None:
         try:
-            weights, constants = self._made.known_tensors()
+            weights, constants = self._caches.known_tensors()
             origins = Provenance(weights, constants, request=_tensors_of_request(arguments))
-            return Watched(origins, self._made.attributes())
+            return Watched(origins, self._caches.attributes())
         except Exception as error:
             self._fail(error)
             return None
 
     def _fail(self, error: Exception) -> None:
-        """Watch no more. Later looks take each new floating tensor for one of weights."""
+        """Watch no more. Later searches take each new floating tensor for one of weights."""
         self._end()
         logger.warning("The first forwards are not watched, because of %r.", error)
 

@@ -13,9 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma4_causal import Gemma4Router
 from torch import nn
 
-from sglang_inflight.scheduler.update import made_by_forwards
+from sglang_inflight.scheduler.update import forward_caches
+from sglang_inflight.scheduler.update.forward_caches import MOST_FORWARDS, ForwardCaches
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.made_by_forwards import MOST_FORWARDS, MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.calls import calls_of
@@ -154,14 +154,14 @@ class Rank:
         self.model = model
         self.runner = Runner(model)
         of_sglang: Any = self.runner
-        self.made = MadeByForwards(model)
+        self.caches = ForwardCaches(model)
         if holds_graphs:
             # the capture's own forward
             model(torch.ones(2))
-        self.made.end_start(of_sglang, holds_graphs=holds_graphs)
+        self.caches.end_start(of_sglang, holds_graphs=holds_graphs)
         scheduler: Any = SimpleNamespace(device="cpu")
         self.live = LiveWeights(scheduler)
-        self.live.attach({"target": self.made}, free=PreparedSwap.free)
+        self.live.attach({"target": self.caches}, free=PreparedSwap.free)
 
     def commit(self, swap: PreparedSwap) -> None:
         self.live.swap_in("digest", swap, base=VersionLabel(0, "v"))
@@ -191,29 +191,29 @@ def test_first_forward_after_a_swap_has_no_product_of_older_weights(kind: type[L
     assert run(1, 1) == [3, 8]
     rank.commit(swap)
     assert run(1, 1) == [15, 24]
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
 
 
 @pytest.mark.parametrize("kind", REMADE)
 def test_product_made_between_seal_and_commit_is_not_kept(kind: type[Layer]) -> None:
-    """No look comes between that forward and the commit, and nobody watched the forward."""
+    """No search comes between that forward and the commit, and nobody watched the forward."""
     rank = Rank(kind())
     del vars(rank.runner)["forward"]
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
     assert rank.runner.run(1, 1) == [3, 8]
     rank.commit(rank.swap_of(a=torch.tensor([5.0, 6.0])))
     assert rank.runner.run(1, 1) == [15, 24]
 
 
 def test_reset_and_exchange_leave_no_moment_between_them() -> None:
-    """The reset needs no step and no look: the commit's own call makes both."""
+    """The reset needs no step and no search: the commit's own call makes both."""
     rank = Rank(MarksProduct())
     rank.runner.run(1, 1)
     rank.commit(rank.swap_of(a=torch.tensor([5.0, 6.0])))
     layer: Any = rank.model
     assert (layer.a.tolist(), layer.product, layer.is_made) == ([5, 6], None, False)
-    # looks, also of a later update, bring nothing back
-    rank.made.look()
+    # searches, also of a later update, bring nothing back
+    rank.caches.find()
     assert (layer.product, layer.is_made) == (None, False)
 
 
@@ -229,16 +229,16 @@ def test_weights_written_past_an_update_outdate_the_product() -> None:
 def test_product_held_by_graphs_refuses_updates_by_name(kind: type[Layer]) -> None:
     rank = Rank(nn.Sequential(kind()), holds_graphs=True)
     assert not rank.runner.is_watched
-    reason = rank.made.why_not_updated() or ""
+    reason = rank.caches.why_not_updated() or ""
     assert f"of 0 ({kind.__name__})" in reason or f"of 0.quant_method ({kind.__name__})" in reason
     assert "captured CUDA graphs" in reason
 
 
 def test_product_made_after_the_capture_is_remade() -> None:
     rank = Rank(LateProduct(), holds_graphs=True)
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
     assert rank.runner.run(2, 2) == [6, 16]
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
     rank.commit(rank.swap_of(a=torch.tensor([5.0, 6.0])))
     assert rank.runner.run(2, 2) == [30, 48]
 
@@ -285,7 +285,7 @@ def test_workspaces_stay(holds_graphs: bool) -> None:
     rank = Rank(OnlyIndices() if holds_graphs else Workspaces(), holds_graphs=holds_graphs)
     rank.runner.run(1, 1)
     rank.runner.run(2, 2, mode=ForwardMode.DECODE)
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
     layer: Any = rank.model
     kept = {name: value for name, value in vars(layer).items() if name != "_parameters"}
     rank.commit(rank.swap_of(a=torch.tensor([5.0, 6.0])))
@@ -319,7 +319,7 @@ def test_table_changed_by_weights_refuses_updates_by_name(
 ) -> None:
     rank = Rank(kind(), holds_graphs=holds_graphs)
     rank.runner.run(1, 1)
-    assert f"'table' of the model ({kind.__name__})" in (rank.made.why_not_updated() or "")
+    assert f"'table' of the model ({kind.__name__})" in (rank.caches.why_not_updated() or "")
 
 
 class RefersToLayers(nn.Module):
@@ -336,7 +336,7 @@ class RefersToLayers(nn.Module):
 def test_list_of_modules_is_no_tensor_of_its_own() -> None:
     rank = Rank(RefersToLayers())
     rank.runner.run(1, 1)
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
 
 
 class Normalizes(Layer):
@@ -350,7 +350,7 @@ class Normalizes(Layer):
 def test_weight_changed_by_a_forward_refuses_updates_by_name() -> None:
     rank = Rank(Normalizes())
     rank.runner.run(1, 1)
-    assert "overwrites the weight 'a'" in (rank.made.why_not_updated() or "")
+    assert "overwrites the weight 'a'" in (rank.caches.why_not_updated() or "")
 
 
 class Rotary(nn.Module):
@@ -367,7 +367,7 @@ class Rotary(nn.Module):
 def test_table_converted_in_a_module_without_weights_stays(holds_graphs: bool) -> None:
     rank = Rank(nn.Sequential(Rotary()), holds_graphs=holds_graphs)
     rank.runner.run(1, 1)
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
 
 
 def test_number_read_from_weights_is_read_anew() -> None:
@@ -389,14 +389,14 @@ def test_unfused_router_refuses_updates_and_a_fused_one_does_not() -> None:
             router.fuse_scale()
         rank = Rank(router)
         rank.runner.forward(batch_of(torch.ones(1, 2)))
-        assert (rank.made.why_not_updated() is None) is is_fused
+        assert (rank.caches.why_not_updated() is None) is is_fused
 
 
-def test_gemmas_norm_is_no_tensor_made_by_forwards() -> None:
+def test_gemmas_norm_is_no_forward_cache() -> None:
     norm = GemmaRMSNorm(2)
     rank = Rank(norm)
     rank.runner.forward(batch_of(torch.ones(1, 2)))
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
 
 
 class CompilesPart(Layer):
@@ -413,7 +413,7 @@ def test_watch_leaves_compiled_parts_compiled() -> None:
     """Under another mode torch would refuse to run a part that must be one graph."""
     rank = Rank(CompilesPart())
     assert rank.runner.run(1, 1) == [1, 2]
-    assert rank.made.why_not_updated() is None
+    assert rank.caches.why_not_updated() is None
 
 
 def batch_of(rows: torch.Tensor) -> Any:
@@ -455,8 +455,8 @@ def test_loading_in_place_makes_no_tensor_of_forwards() -> None:
     rank.runner.run(1, 1)
     layer: Any = rank.model
     layer.table = layer.a * 2
-    rank.made.note_loaded()
-    assert rank.made.why_not_updated() is None
+    rank.caches.note_loaded()
+    assert rank.caches.why_not_updated() is None
     rank.commit(PreparedSwap())
     assert layer.product is None
 
@@ -480,19 +480,19 @@ def test_reset_takes_as_many_calls_for_any_number_of_modules() -> None:
     for layers in 1, 100:
         rank = Rank(Many(layers))
         rank.runner.run(1, 1)
-        assert rank.made.why_not_updated() is None
-        rank.made.reset()
-        without_forward = calls_of(rank.made.reset)
+        assert rank.caches.why_not_updated() is None
+        rank.caches.reset()
+        without_forward = calls_of(rank.caches.reset)
         rank.runner.run(1, 1)
-        calls.append((without_forward, calls_of(rank.made.reset)))
+        calls.append((without_forward, calls_of(rank.caches.reset)))
         assert not hasattr(rank.model.first, "lazy")
     assert calls[0] == calls[1]
 
 
-def test_attribute_set_where_a_look_has_been_is_found_at_the_commit(
+def test_attribute_set_where_the_search_has_been_is_found_at_the_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The staging thread looks while forwards run, and lets them run between two modules."""
+    """The staging thread searches while forwards run, and lets them run between two modules."""
     first: Any = MarksProduct()
     rank = Rank(nn.Sequential(first, Layer()))
     del vars(rank.runner)["forward"]
@@ -501,13 +501,13 @@ def test_attribute_set_where_a_look_has_been_is_found_at_the_commit(
     def make_way() -> None:
         places.append(True)
         if len(places) == 2:
-            # the look has left the first layer
+            # the search has left the first layer
             first(torch.ones(2))
 
-    monkeypatch.setattr(made_by_forwards, "make_way", make_way)
-    assert rank.made.why_not_updated() is None
+    monkeypatch.setattr(forward_caches, "make_way", make_way)
+    assert rank.caches.why_not_updated() is None
     assert first.is_made
-    rank.made.reset()
+    rank.caches.reset()
     assert (first.product, first.is_made) == (None, False)
 
 
@@ -526,9 +526,9 @@ def test_attribute_beside_a_reset_one_is_found() -> None:
     rank = Rank(layer)
     del vars(rank.runner)["forward"]
     rank.runner.run(1, 1)
-    rank.made.reset()
+    rank.caches.reset()
     SetsOneOfTwo.name = "other"
     rank.runner.run(1, 1)
-    rank.made.reset()
+    rank.caches.reset()
     assert not hasattr(layer, "lazy")
     assert not hasattr(layer, "other")
