@@ -84,11 +84,11 @@ def update_of(weights: int, parts_each: int) -> Changes:
 
 
 def test_seal_lets_steps_run_between_some_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_way = []
-    monkeypatch.setattr(tables, "make_way", lambda: made_way.append(True))
+    yielded = []
+    monkeypatch.setattr(tables, "yield_gil", lambda: yielded.append(True))
     build_tables(update_of(3, 1000), CPU)
     # once to make some rows, and once to copy them to the device
-    assert len(made_way) >= 2 * 3000 // tables._PARTS_AT_ONCE
+    assert len(yielded) >= 2 * 3000 // tables._PARTS_AT_ONCE
 
 
 class Kernel:

@@ -498,13 +498,13 @@ def test_attribute_set_where_the_search_has_been_is_found_at_the_commit(
     del vars(rank.runner)["forward"]
     places = []
 
-    def make_way() -> None:
+    def yield_gil() -> None:
         places.append(True)
         if len(places) == 2:
             # the search has left the first layer
             first(torch.ones(2))
 
-    monkeypatch.setattr(forward_caches, "make_way", make_way)
+    monkeypatch.setattr(forward_caches, "yield_gil", yield_gil)
     assert rank.caches.why_not_updated() is None
     assert first.is_made
     rank.caches.reset()

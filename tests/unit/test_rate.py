@@ -108,7 +108,7 @@ def test_interpreter_time_is_counted_per_thread(clock: Clock) -> None:
 def walk(clock: Clock) -> None:
     for _ in range(1000):
         clock.work(0.0003)
-        rate.make_way()
+        rate.yield_gil()
 
 
 def test_walk_sleeps_in_a_thread_that_does_not_stage(clock: Clock) -> None:

@@ -85,7 +85,7 @@ class Meeting:
             1,
             timeout_s,
             CPU,
-            make_way=lambda: None,
+            retire_useless=lambda: None,
             on_end=self._ended.put,
             discard=self.discarded.put,
         )

@@ -41,7 +41,7 @@ from sglang_inflight.scheduler.update.attributes import (
     values_in,
 )
 from sglang_inflight.scheduler.update.checks.provenance import Origin, Provenance
-from sglang_inflight.scheduler.update.rate import make_way
+from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.scheduler.update.shadow import checksum, weights_of
 from sglang_inflight.storages import memory_key
 
@@ -237,7 +237,7 @@ class ForwardCaches:
         """Let steps run, and searches of the loop: those judge a slot as this one would."""
         self._lock.release()
         try:
-            make_way()
+            yield_gil()
         finally:
             self._lock.acquire()
 

@@ -61,7 +61,7 @@ class RateLimit:
         self._owed_until = 0.0
 
     def limit_this_thread(self) -> None:
-        """Let ``make_way`` sleep in the calling thread by this limit, from now on."""
+        """Let ``yield_gil`` sleep in the calling thread by this limit, from now on."""
         _of_thread.limit = self
 
     def for_another_thread(self) -> RateLimit:
@@ -116,12 +116,12 @@ UNPACED = RateLimit(0, lambda: False)
 _of_thread = threading.local()
 
 
-def make_way() -> None:
+def yield_gil() -> None:
     """Sleep if this thread stages and has worked for longer than its pace allows.
 
-    Call it in loops over a model's modules or weights. A step needs the interpreter at each of its
-    calls to torch, so some ten milliseconds of a thread in Python take longer from it. The caller
-    must hold no lock that the loop may want.
+    Call it in loops over a model's modules or weights. A step takes the GIL at each of its calls
+    to torch, so 10 ms of Python on another thread delay the step by more. The caller must hold no
+    lock that the loop may want.
     """
     limit: RateLimit | None = getattr(_of_thread, "limit", None)
     if limit is not None:

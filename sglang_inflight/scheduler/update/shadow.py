@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.attributes import (
     tensors_in,
 )
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
-from sglang_inflight.scheduler.update.rate import make_way
+from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.storages import memory_key, range_of, span_of
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused
@@ -59,7 +59,7 @@ class ShadowParameters:
         self._weights = {}
         for pair in pairs.values():
             self._note_weight(pair)
-            make_way()
+            yield_gil()
 
     def _note_weight(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         for tensor in pair:
@@ -183,7 +183,7 @@ class Shadow:
             found[memory_key(live)] = Target(Kind.SERVED, name)
             is_foreign = id(shadow) in self._shared
             found[memory_key(shadow)] = Target(Kind.FOREIGN if is_foreign else Kind.WEIGHT, name)
-            make_way()
+            yield_gil()
         return found
 
     def note_write(self, write: Write) -> None:
@@ -204,7 +204,7 @@ class Shadow:
             held = memory.get(id(shadow), shadow)
             if now.get(name) is not shadow or memory_key(held) != memory_key(shadow):
                 return name
-            make_way()
+            yield_gil()
         memory.clear()
         exchanged: set[int] = set()
         for name, kept, _ in self.derived_pairs:
@@ -213,7 +213,7 @@ class Shadow:
                 return name
             exchanged.add(memory_key(kept))
         for name, module in modules_of(self._live):
-            make_way()
+            yield_gil()
             live = dict(attributes_of(module))
             for attribute, value in attributes_of(self._modules[id(module)]):
                 placed = self._placed.get((id(module), attribute))

@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     bits_of,
     write_positions,
 )
-from sglang_inflight.scheduler.update.rate import make_way
+from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.vocabulary.errors import Refused
 
 
@@ -42,7 +42,7 @@ class Exchange:
         for weight, parts in changes:
             if weight.device != device or not all(p.is_readable_on(device) for p in parts):
                 raise Refused(f"the changes of the update are in memory that {device} cannot read")
-            make_way()
+            yield_gil()
         self._exchange: Callable[[], None]
         if device.type == "cpu":
             self._exchange = _Reference(self._changes)
@@ -65,7 +65,7 @@ class Exchange:
         self._exchange = _is_freed
         while self._changes:
             self._changes.pop()
-            make_way()
+            yield_gil()
 
 
 def _is_freed() -> None:

@@ -54,7 +54,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
     marks_in,
     stray_refusal,
 )
-from sglang_inflight.scheduler.update.rate import RateLimit, make_way
+from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
@@ -156,7 +156,7 @@ class Recording:
         # one weight at a time: a step waits for the interpreter while torch frees parts
         while self._weights:
             self._weights.popitem()
-            make_way()
+            yield_gil()
         self._reads_served = self._looks_on_host = False
         self.nbytes = self.host_bytes = self.peak_bytes = self._changed = 0
         self._budget = self._asked.now(self._most_pinned)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang_inflight.scheduler.update.changes.encoding import BLOCK, OFFSET_BYTES, Changes, Part
-from sglang_inflight.scheduler.update.rate import make_way
+from sglang_inflight.scheduler.update.rate import yield_gil
 
 # a part of the usual size has 16 rows
 _PARTS_AT_ONCE = 128
@@ -28,7 +28,7 @@ def build_tables(changes: Changes, device: torch.device) -> dict[int, torch.Tens
     rows: dict[int, list[np.ndarray]] = {}
     for width, address, parts in _runs(changes):
         rows.setdefault(width, []).append(_rows_of(width, address, parts))
-        make_way()
+        yield_gil()
     return {width: _joined(found, device) for width, found in rows.items()}
 
 
@@ -81,5 +81,5 @@ def _joined(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
         some = rows.pop()
         table[end - len(some) : end].copy_(torch.from_numpy(some))
         end -= len(some)
-        make_way()
+        yield_gil()
     return table

@@ -29,7 +29,7 @@ from sglang.srt.utils import is_npu
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import modules_of
-from sglang_inflight.scheduler.update.rate import make_way
+from sglang_inflight.scheduler.update.rate import yield_gil
 
 # The flags checked below show what these methods did after loading.
 _KNOWN_FINISHES = {
@@ -98,7 +98,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
     if is_npu():
         return "NPU kernels may change the layout of weights after loading"
     for name, module in modules_of(model):
-        make_way()
+        yield_gil()
         if (reason := _why_not_module(module)) is not None:
             return f"{_called(name, module)} {reason}"
     return why_not_loaded(model)

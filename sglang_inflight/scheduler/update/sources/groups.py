@@ -473,7 +473,7 @@ class Groups:
             rank,
             self._timeout_s,
             self._device,
-            make_way=lambda: self._make_way(name),
+            retire_useless=lambda: self._retire_useless(name),
             on_end=end,
             discard=lambda formed: _abort_process_group(formed.group),
         )
@@ -509,7 +509,7 @@ class Groups:
             group = self._groups.get(call.group_name)
         return group is not None and group.give_up(call.transfer_id, call.reason)
 
-    def _make_way(self, name: str) -> None:
+    def _retire_useless(self, name: str) -> None:
         """Retire a useless group of this name, on a rendezvous' thread: torch has unique names."""
         with self._lock:
             group = self._groups.get(name)

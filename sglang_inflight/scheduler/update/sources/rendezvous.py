@@ -43,16 +43,16 @@ class Rendezvous:
         timeout_s: float,
         device: torch.device,
         *,
-        make_way: Callable[[], None],
+        retire_useless: Callable[[], None],
         on_end: Callable[[Formed | Exception], None],
         discard: Callable[[Formed], None],
     ) -> None:
-        """``make_way`` is called first, on the thread; its errors end the rendezvous."""
+        """``retire_useless`` is called first, on the thread; its errors end the rendezvous."""
         self._call = call
         self._rank = rank
         self._timeout_s = timeout_s
         self._device = device
-        self._make_way = make_way
+        self._retire_useless = retire_useless
         self._on_end = on_end
         self._discard = discard
         self._address = NetworkAddress(call.master_address, call.master_port)
@@ -84,7 +84,7 @@ class Rendezvous:
         timer.daemon = True
         timer.start()
         try:
-            self._make_way()
+            self._retire_useless()
             self._wait_until_the_trainer_listens()
             if self._has_ended:
                 return
