@@ -89,7 +89,7 @@ class Trainer:
     def update_until(self, transport: Transport, phase: Phase) -> None:
         """Begin an update, and return when it is in ``phase``. It goes no further.
 
-        In ``sending``, a broadcast is on its way.
+        In ``sending``, a broadcast is being sent.
         """
         self._connection.send(("update_until", (transport, phase)))
         answer = self._connection.recv()

@@ -4,8 +4,8 @@ The front end holds a request until its contract holds (``version_waits.py``), b
 a commit may come between its door and the first forward. So the scheduler decides, at two moments:
 when a request enters the waiting queue, and when the weights, their name, or a request's adapter
 change.
-Between these moments neither the served version nor the contract changes. So a forward that makes
-a first token makes it by a version that keeps the contract.
+Between these moments neither the served version nor the contract changes. So the first
+token's forward runs with a version that satisfies the contract.
 
 A request with a token, or with its first token in a queued result, keeps it, and its contract is
 fulfilled. That holds after a retraction, too, if the request keeps its tokens. A beam search begins

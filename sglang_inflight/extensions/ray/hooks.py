@@ -125,9 +125,9 @@ def leave_published_arguments(
 ) -> None:
     """Mend SGLang's start of several replicas on Ray.
 
-    SGLang declares the rendezvous' address on arguments that it has published, and refuses that
-    itself. The address has no reader in the driver. Each actor gets it as an argument, and declares
-    it on arguments of its own.
+    SGLang sets the rendezvous address on frozen arguments, and its own check rejects that. The
+    address has no reader in the driver. Each actor gets it as an argument, and declares it on
+    arguments of its own.
     """
     if source != "ray.dp_controller" or why_inactive() is not None:
         declare(server_args, source, **fields)

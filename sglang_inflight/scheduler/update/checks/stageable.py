@@ -86,7 +86,7 @@ def _is_made_from_a_deleted_weight(module: nn.Module) -> bool:
 
 
 def why_stale(model: nn.Module) -> str | None:
-    """Return which copy of weights would stay as it is, by what SGLang itself knows, or None."""
+    """Return SGLang's reason why a cache derived from weights would go stale, or None."""
     cached: str | None = _unsupported_derived_weight_cache_error(model)
     return cached
 
