@@ -42,7 +42,7 @@ GOAL_COPIES = 0.08
 # the streams' KV stays in memory that is touched before the first update
 POOL_TOKENS = 1024
 MAX_TOKENS = 256
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Run:
                 load(
                     self.peer, client, streams, prompt_tokens=32, max_tokens=MAX_TOKENS
                 ) as running,
-                watched(memory, LOOK_S),
+                watched(memory, POLL_S),
             ):
                 await running.wait_for(arrivals=3)
                 memory.begin()

@@ -89,8 +89,8 @@ def main(
 
 def measure(rank: Rank, turns: int) -> dict[str, Summary]:
     """Return the cells of ``rank``: ``table`` in seconds, and milliseconds on the loop."""
-    made = ForwardCaches(model_of(rank.modules))
-    made.look()
+    caches = ForwardCaches(model_of(rank.modules))
+    caches.find()
     pairs = tuple((torch.empty(1), torch.empty(1)) for _ in range(rank.weights))
     pointers = PreparedSwap(swap_for(CPU), pairs)
     changed = changes_of(rank)
@@ -104,7 +104,7 @@ def measure(rank: Rank, turns: int) -> dict[str, Summary]:
             seconds.append(time.perf_counter() - began)
             calls.append(longest_call(changed))
         exchanges = milliseconds(changes.make, turns)
-    resets = milliseconds(made.reset, turns)
+    resets = milliseconds(caches.reset, turns)
     return {
         "table": Summary.of(seconds),
         "call": Summary.of(calls),

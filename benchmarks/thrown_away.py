@@ -32,7 +32,7 @@ MODES: dict[Kind, tuple[str | None, ...]] = {
     "upstream": ("in_place", "retract", "abort"),
     "vllm": ("keep", "abort"),
 }
-LOOK_S = 0.005
+POLL_S = 0.005
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Run:
                 for one, asked in zip(clients, self.prompts, strict=True):
                     group.create_task(self._ask(client, one, asked))
                 while any(one.has < self.wanted // 2 for one in clients):
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                 began = asyncio.get_running_loop().time()
                 await asyncio.to_thread(self.sender.update, "disk", mode)
             seconds = asyncio.get_running_loop().time() - began

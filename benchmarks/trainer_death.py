@@ -26,7 +26,7 @@ from benchmarks.common.trainer import Phase, trainer
 from benchmarks.update_gap import LINK_BYTES_PER_S
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ async def _next_token(running: Load, killed: float, watch: float) -> float | Non
         known = [at for at in firsts if at is not None]
         if len(known) == len(firsts):
             return max(known) - killed
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-LOOK_S = 0.05  # interval between looks
+POLL_S = 0.05  # interval between looks
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Memory:
 
 
 @asynccontextmanager
-async def watched(memory: Memory, every_s: float = LOOK_S) -> AsyncIterator[None]:
+async def watched(memory: Memory, every_s: float = POLL_S) -> AsyncIterator[None]:
     """Look at ``memory`` during the block."""
 
     async def watch() -> None:

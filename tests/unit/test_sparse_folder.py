@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begin(
-    folder: Path, served: str = "", look: Callable[[Folder], None] = lambda folder: None
+    folder: Path, served: str = "", refuse_another: Callable[[Folder], None] = lambda folder: None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     def require_base(digests: tuple[str, ...]) -> None:
         if served not in digests:
@@ -50,7 +50,7 @@ def begin(
         torch.device("cpu"),
         base_version="v1",
         require_base=require_base,
-        look=look,
+        refuse_another=refuse_another,
         check=lambda: None,
         rate_limit=UNPACED,
     )
@@ -96,11 +96,11 @@ def test_another_base_version_is_a_conflict(tmp_path: Path) -> None:
 
 
 def test_folder_of_another_model_is_refused_before_the_first_tensor(folder: Path) -> None:
-    def look(folder: Folder) -> None:
+    def refuse_another(folder: Folder) -> None:
         raise Refused("another model's")
 
     with pytest.raises(Refused, match=r"checkpoint '.*changes': another model's"):
-        next(begin(folder, look=look))
+        next(begin(folder, refuse_another=refuse_another))
 
 
 def test_other_weights_of_the_bases_name_are_a_conflict(tmp_path: Path) -> None:

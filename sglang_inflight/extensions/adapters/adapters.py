@@ -67,7 +67,7 @@ CALL_TIMEOUT_S = 120.0
 # A check reads every element of an adapter.
 CHECK_TIMEOUT_S = 600.0
 # How often to move requests that reached the schedulers only after a move.
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class _Loaded(NamedTuple):
@@ -387,7 +387,7 @@ class Adapters:
             counter = registry._counters.get(old_id)
             while counter is not None and counter.value():
                 try:
-                    await asyncio.wait_for(counter.wait_for_zero(), LOOK_S if move else None)
+                    await asyncio.wait_for(counter.wait_for_zero(), POLL_S if move else None)
                 except TimeoutError:
                     move = await self._move_late_ones(old_id, move)
             result = await unload_unused(self._tokenizer_manager, old_id)

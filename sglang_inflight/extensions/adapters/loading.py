@@ -38,7 +38,7 @@ Load = Callable[..., Awaitable[Any]]
 # SGLang's path of an adapter that came as tensors
 _TENSORS = "__tensor__"
 # How often an unload waiting for requests checks for a pause.
-LOOK_S = 0.2
+POLL_S = 0.2
 
 Unload = Callable[..., Awaitable[Any]]
 
@@ -121,7 +121,7 @@ async def stop_unloading_in_a_pause(
     unloading = asyncio.ensure_future(_unload_when_ranks_let(unload, tm, obj))
     try:
         while not unloading.done():
-            await asyncio.wait({unloading}, timeout=LOOK_S)
+            await asyncio.wait({unloading}, timeout=POLL_S)
             if tm.is_pause and not unloading.done() and (users := _users(tm, obj.lora_name)):
                 raise ValueError(_describe_users(obj.lora_name, users))
         return await unloading
@@ -139,7 +139,7 @@ async def _unload_when_ranks_let(
             return result
         if tm.is_pause:
             raise ValueError(_describe_refusal(obj.lora_name, result.error_message))
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def why_no_room(tm: PatchedTokenizerManager) -> str | None:

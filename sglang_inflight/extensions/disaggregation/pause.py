@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import KVConnection, Scheduler
 
 # Time between two polls of transfers by a frozen loop. A transfer lasts milliseconds.
-LOOK_S = 0.005
+POLL_S = 0.005
 
 
 class Transfers:
@@ -59,7 +59,7 @@ class Transfers:
     @property
     def next_time(self) -> float | None:
         """Time of the next poll; None without a transfer."""
-        return time.monotonic() + LOOK_S if self._are_under_way else None
+        return time.monotonic() + POLL_S if self._are_under_way else None
 
     @property
     def _are_under_way(self) -> bool:

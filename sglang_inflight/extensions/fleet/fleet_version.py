@@ -50,7 +50,7 @@ class FleetVersion:
                 "server has changed its weights since"
             )
         self._expected = body if body.weight_version is not None else None
-        self._look()
+        self._compare()
         if body.weight_version is None:
             message = "Nothing is expected."
         else:
@@ -73,9 +73,9 @@ class FleetVersion:
                 return
         if rank_of(answer) == self._first:
             self._digest = digest
-        self._look()
+        self._compare()
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         if self._expected is None:
             self.why_behind = None
             return

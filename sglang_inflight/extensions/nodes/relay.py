@@ -42,10 +42,10 @@ _CURVE_ADDS = 256
 HANDSHAKE_S = 5.0
 # Time after which a rank counts as silent. Ranks send a pulse every second.
 SILENCE_S = 15.0
-# time between two looks for silent ranks, and between two warnings about strangers
-LOOK_S = 1.0
+# time between two checks for silent ranks, and between two warnings about strangers
+CHECK_S = 1.0
 WARN_EVERY_S = 60.0
-# most messages between two looks, so that a stranger's flood cannot keep the relay from looking
+# most messages between two checks, so that a stranger's flood cannot keep the relay from checking
 MOST_AT_ONCE = 10_000
 
 Rank = tuple[int, int, int]
@@ -102,17 +102,17 @@ class Relay:
         while True:
             try:
                 self.listen()
-                self.look(time.monotonic())
+                self.check_silence(time.monotonic())
             except Exception:
                 # keep the thread: without it no other node's answer would arrive
                 logger.exception("A message of another node could not be relayed")
 
     def listen(self) -> None:
-        """Take all queued messages, before ``look`` decides that a rank is silent.
+        """Take all queued messages, before ``check_silence`` decides that a rank is silent.
 
         There may be many if this thread was delayed.
         """
-        self._poller.poll(int(1000 * LOOK_S))
+        self._poller.poll(int(1000 * CHECK_S))
         for _ in range(MOST_AT_ONCE):
             if not self._ends.poll(0):
                 break
@@ -145,7 +145,7 @@ class Relay:
             return None
         return said
 
-    def look(self, now: float) -> None:
+    def check_silence(self, now: float) -> None:
         """Report silent ranks to the front end, and warn about strangers."""
         for rank, last in self._last_message_at.items():
             if now - last > SILENCE_S and rank not in self._silent:

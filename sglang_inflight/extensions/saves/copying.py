@@ -33,8 +33,8 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.tensor_digest import CHUNK_BYTES
 from sglang_inflight.vocabulary.errors import Conflict
 
-# pause before another look at weights that are being exchanged
-_LOOK_AGAIN_S = 0.001
+# pause before another check of weights that are being exchanged
+_POLL_S = 0.001
 Index = tuple[int | slice, ...]
 
 
@@ -74,7 +74,7 @@ class PieceCopier:
     def read(self, read: Callable[[], None], weights: int, check: Callable[[], None]) -> None:
         """Call ``read`` until nothing was exchanged meanwhile. Raises as ``pieces_of``."""
         while True:
-            seen = self._look(weights, check)
+            seen = self._await_no_exchange(weights, check)
             if (swapped := self._live.swapped) is not None:
                 swapped.synchronize()
             with self._lock:
@@ -84,14 +84,14 @@ class PieceCopier:
                 require_version(self._live, weights)
                 return
 
-    def _look(self, weights: int, check: Callable[[], None]) -> int:
+    def _await_no_exchange(self, weights: int, check: Callable[[], None]) -> int:
         """Return the count of exchanges, once none is being made."""
         while True:
             check()
             seen = self._live.exchanges
             if seen % 2 == 0:
                 break
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         require_version(self._live, weights)
         return seen
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 # How long a thread waits for its result before it checks whether the loop still runs.
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 class _Work(Generic[T]):
@@ -97,7 +97,7 @@ class SharedLoop:
         if self._loop.is_closed():
             raise RuntimeError("the event loop was closed while a call waited for it")
         if self._loop.is_running() or not self._driving.acquire(blocking=False):
-            wait_for({done}, timeout=LOOK_S)
+            wait_for({done}, timeout=POLL_S)
             return
         try:
             if not done.done():

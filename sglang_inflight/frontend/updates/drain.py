@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 # poll period for a pause, while an update waits for running requests
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 class NoRequestsRunning:
@@ -95,7 +95,7 @@ class NoRequestsRunning:
                     raise Conflict(
                         "requests still ran at the update's time limit: pass non_blocking=true"
                     )
-                await asyncio.wait({acquiring}, timeout=LOOK_S)
+                await asyncio.wait({acquiring}, timeout=POLL_S)
             yield
         finally:
             acquiring.cancel()

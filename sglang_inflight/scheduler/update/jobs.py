@@ -529,7 +529,7 @@ class Jobs:
                 weights = read_disk(
                     source,
                     model.runner,
-                    look=partial(model.look_at, warn=update.warn),
+                    refuse_another=partial(model.refuse_another, warn=update.warn),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -562,7 +562,7 @@ class Jobs:
                     self._device,
                     base_version=update.base_version,
                     require_base=partial(self._require_base, update),
-                    look=partial(self._look_at_changes, update),
+                    refuse_another=partial(self._refuse_another, update),
                     check=update.check,
                     rate_limit=self._rate_limit,
                 )
@@ -591,10 +591,10 @@ class Jobs:
                 f"{update.base_version!r} have the digest {update.live_digest}"
             )
 
-    def _look_at_changes(self, update: Update, folder: Folder) -> None:
+    def _refuse_another(self, update: Update, folder: Folder) -> None:
         for model in self._models:
             if model.role in update.roles:
-                model.look_at(folder, update.warn)
+                model.refuse_another(folder, update.warn)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.

@@ -304,12 +304,12 @@ class ShadowedModel:
         yield from read_disk(
             DiskSource(model_path=self.runner.model_config.model_path),
             self.runner,
-            look=functools.partial(self.look_at, warn=logger.warning),
+            refuse_another=functools.partial(self.refuse_another, warn=logger.warning),
             check=check,
             rate_limit=rate_limit,
         )
 
-    def look_at(self, folder: Folder, warn: Callable[[str], None]) -> None:
+    def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
         """Raise ``Refused`` if ``folder`` is another model's checkpoint (``check_configuration``).
 
         A draft loads its part of its target's checkpoint.

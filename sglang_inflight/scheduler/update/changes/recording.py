@@ -132,7 +132,7 @@ class Recording:
         # whether NaN stands for what was not sent
         self._leaves_out_nan = False
         # whether the device had no memory for a comparison of this update
-        self._looks_on_host = False
+        self._compares_on_host = False
         # bytes of the changes on the device, and in the host's memory
         self.nbytes = self.host_bytes = 0
         self.peak_bytes = 0
@@ -157,7 +157,7 @@ class Recording:
         while self._weights:
             self._weights.popitem()
             yield_gil()
-        self._reads_served = self._looks_on_host = False
+        self._reads_served = self._compares_on_host = False
         self.nbytes = self.host_bytes = self.peak_bytes = self._changed = 0
         self._budget = self._asked.now(self._most_pinned)
 
@@ -308,13 +308,13 @@ class Recording:
     def _with_changes(
         self, weight: _Weight, served: torch.Tensor, parts: list[Part], start: int
     ) -> torch.Tensor:
-        def look(device: torch.device) -> torch.Tensor:
+        def compare(device: torch.device) -> torch.Tensor:
             piece = served.to(device, copy=True)
             for part in parts:
                 put_into(part, bits_of(piece), start)
             return piece
 
-        return self._look(weight, look)
+        return self._on_device_or_host(weight, compare)
 
     # ---- parts ------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Recording:
         for to_piece, of_piece in _pieces(to, of):
             start, length = int(to_piece.storage_offset()), to_piece.numel()
 
-            def look(
+            def compare(
                 device: torch.device, start: int = start, of: torch.Tensor = of_piece
             ) -> tuple[torch.Tensor | None, Part | None]:
                 new = of.to(device, weight.live.dtype).contiguous().view(-1)
@@ -343,7 +343,7 @@ class Recording:
                     return written, find_changes(start, served, bits_of(new))
                 return written, find_changes(start, served, bits_of(new), written)
 
-            written, part = self._look(weight, look)
+            written, part = self._on_device_or_host(weight, compare)
             if written is None:
                 weight.written.add(start, start + length)
             elif not weight.keeps:
@@ -353,17 +353,19 @@ class Recording:
             self._add(weight, part)
             self._rate_limit.spend(of_piece.nbytes + 2 * length * weight.live.element_size())
 
-    def _look(self, weight: _Weight, look: Callable[[torch.device], _Found]) -> _Found:
+    def _on_device_or_host(
+        self, weight: _Weight, compare: Callable[[torch.device], _Found]
+    ) -> _Found:
         """Compare where the weight is, or on the host if its device has no memory for that.
 
         SGLang leaves a device some memory beside the KV cache. Other users may take it.
         """
-        if not self._looks_on_host:
+        if not self._compares_on_host:
             try:
-                return look(weight.live.device)
+                return compare(weight.live.device)
             except torch.OutOfMemoryError:
-                self._looks_on_host = True
-        return look(torch.device("cpu"))
+                self._compares_on_host = True
+        return compare(torch.device("cpu"))
 
     def _add(self, weight: _Weight, part: Part | None) -> None:
         if part is None:
@@ -441,7 +443,7 @@ class Recording:
         new = weight.handle.tensor.as_strided((weight.live.numel(),), (1,))
         for start in range(0, len(new), PIECE):
 
-            def look(
+            def compare(
                 device: torch.device, start: int = start
             ) -> tuple[torch.Tensor | None, Part | None]:
                 piece = new[start : start + PIECE].to(device)
@@ -455,7 +457,7 @@ class Recording:
                     piece, written = _without_nan(before, start, served, piece, written)
                 return sent, find_changes(start, served, bits_of(piece), written)
 
-            sent, changes = self._look(weight, look)
+            sent, changes = self._on_device_or_host(weight, compare)
             if sent is not None:
                 if not self._leaves_out_nan:
                     weight.written.discard(start, start + len(sent))

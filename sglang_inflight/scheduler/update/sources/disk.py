@@ -69,21 +69,21 @@ def read_disk(
     source: DiskSource,
     runner: ModelRunner,
     *,
-    look: Callable[[Folder], None],
+    refuse_another: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Weights:
     """Yield a checkpoint's tensors, on the host, file by file.
 
-    ``look`` gets the folder before its files are chosen, and raises ``Refused`` for another
-    model's (``check_configuration``). ``check`` raises when it is time to give up.
+    ``refuse_another`` gets the folder before its files are chosen, and raises ``Refused`` for
+    another model's (``check_configuration``). ``check`` raises when it is time to give up.
     """
     load_format = _known(source.load_format)
     with AbandonableThread(check) as thread, ExitStack() as stack:
         folder = thread.do(lambda: _open(source.model_path, runner, load_format))
         stack.callback(folder.close)
         with naming(folder):
-            thread.do(lambda: look(folder))
+            thread.do(lambda: refuse_another(folder))
             paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
             read = read_safetensors if is_safetensors else read_pickled
             forgets = get_model().weight_loader_drop_cache_after_load

@@ -18,7 +18,7 @@ from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Refused
 
 # pause between two attempts to connect to the trainer
-LOOK_S = 0.05
+POLL_S = 0.05
 CONNECT_S = 1.0
 
 
@@ -111,7 +111,7 @@ class Rendezvous:
             except socket.gaierror:
                 raise
             except OSError:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def _form(self) -> Formed:
         self._lacks = "the trainer's port was open, but not every rank of the group came"

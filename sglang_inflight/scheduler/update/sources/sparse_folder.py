@@ -33,7 +33,7 @@ def read_sparse_folder(
     *,
     base_version: str,
     require_base: Callable[[tuple[str, ...]], None],
-    look: Callable[[Folder], None],
+    refuse_another: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Weights:
@@ -42,14 +42,14 @@ def read_sparse_folder(
     ``base_version`` is the version that the update changes, and ``require_base`` raises
     ``Conflict`` unless it has one of the given digests. Raises ``Conflict`` if the manifest
     names another one, and ``Refused`` with a file's name if that file is missing, surplus, or not
-    as the manifest says. ``look`` gets the folder first, and ``check`` raises when it is time to
-    give up.
+    as the manifest says. ``refuse_another`` gets the folder first, and ``check`` raises when it is
+    time to give up.
     """
     with AbandonableThread(check) as thread:
         folder = thread.do(lambda: Folder(source.model_path, named=source.model_path))
         try:
             with naming(folder):
-                thread.do(lambda: look(folder))
+                thread.do(lambda: refuse_another(folder))
                 manifest = thread.do(
                     lambda: folder.read_json(MANIFEST, Manifest, _MOST_MANIFEST_BYTES)
                 )

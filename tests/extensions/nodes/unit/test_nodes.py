@@ -175,7 +175,7 @@ def test_relay_drops_and_counts_other_messages(
     relay.take([content, content], 0.0)
     relay.take([], 0.0)
     assert relayed.received() == []
-    relay.look(WARN_EVERY_S + 1)
+    relay.check_silence(WARN_EVERY_S + 1)
     assert "3 messages there were not answers" in caplog.text
 
 
@@ -212,7 +212,7 @@ def until_logged(relayed: Relayed, caplog: pytest.LogCaptureFixture, words: str)
     while words not in caplog.text:
         relayed.relay.listen()
         now += WARN_EVERY_S + 1
-        relayed.relay.look(now)
+        relayed.relay.check_silence(now)
 
 
 _NULL = b"NULL".ljust(20, b"\0") + bytes(32)
@@ -268,10 +268,10 @@ def test_silence_and_its_end_are_reported_once(relayed: Relayed) -> None:
     relay, pulse = relayed.relay, encode(Pulse(dp_rank=0, pp_rank=0, tp_rank=1))
     began = time.monotonic()
     relay.take([pulse], began)
-    relay.look(began + SILENCE_S)
+    relay.check_silence(began + SILENCE_S)
     assert relayed.received() == []
     for _ in range(2):
-        relay.look(began + SILENCE_S + 1)
+        relay.check_silence(began + SILENCE_S + 1)
     assert relayed.received() == [RankIsSilent(tp_rank=1, for_s=SILENCE_S)]
     relay.take([pulse], began + SILENCE_S + 2)
     assert relayed.received() == [RankIsSilent(tp_rank=1, for_s=None)]
@@ -285,7 +285,7 @@ def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -
     for pulse in pulses:
         relayed.node.send_multipart(pulse)
     relay.listen()
-    relay.look(time.monotonic())
+    relay.check_silence(time.monotonic())
     assert relayed.received() == []
 
 
