@@ -59,7 +59,7 @@ def compare(family: Family, folder: Path) -> Result:
             rank = Rank(
                 mode,
                 model,
-                served={name: tensor.shape for name, tensor in tiny.read(folders[0]).items()},
+                checkpoint_shapes={n: tensor.shape for n, tensor in tiny.read(folders[0]).items()},
                 ties_head=_ties_head(config),
             )
             if finishing is not None:

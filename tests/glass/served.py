@@ -67,7 +67,7 @@ class Served:
         self.live.move(ReadDigest("start"))
         self._overlaps = overlaps
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        self.rank = Rank(mode, model, served=shapes, device=GLASS, budget=budget)
+        self.rank = Rank(mode, model, checkpoint_shapes=shapes, device=GLASS, budget=budget)
 
     def stage(self, *calls: Mapping[str, torch.Tensor], partial: bool = False) -> Any:
         """Stage and seal an update like the staging thread, whose jobs end with a wait."""

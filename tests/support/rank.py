@@ -35,19 +35,21 @@ class Rank:
         mode: StagingMode,
         model: nn.Module,
         *,
-        served: Mapping[str, Sequence[int]],
+        checkpoint_shapes: Mapping[str, Sequence[int]],
         ties_head: bool = False,
         device: torch.device = CPU,
         budget: Budget = _UNLIMITED,
     ) -> None:
-        """``served``: the shapes of the tensors in the start's checkpoint.
+        """``checkpoint_shapes``: the shapes of the tensors in the start's checkpoint.
 
         ``device``: of the model's forwards.
         """
         self.model = model
         parameters = ShadowParameters()
         self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
-        self.shadowed._served = {name: tuple(shape) for name, shape in served.items()}
+        self.shadowed._checkpoint_shapes = {
+            name: tuple(shape) for name, shape in checkpoint_shapes.items()
+        }
         self.writes = 0
         if mode is StagingMode.OFF:
             self.shadowed.on_write = self._count_write

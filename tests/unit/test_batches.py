@@ -130,8 +130,8 @@ def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> Shado
         weight_updater=SimpleNamespace(custom_weight_loaders={}),
     )
     shadowed = ShadowedModel(role, runner, parameters)
-    # the served checkpoint is on this machine
-    shadowed._served = {name: tuple(tensor.shape) for name, tensor in sent().items()}
+    # the start's checkpoint is on this machine
+    shadowed._checkpoint_shapes = {name: tuple(tensor.shape) for name, tensor in sent().items()}
     return shadowed
 
 

@@ -119,7 +119,7 @@ def fresh(of: Callable[[], Model], tensors: Tensors) -> Model:
 
 
 def rank_of(mode: StagingMode, model: nn.Module) -> Rank:
-    return Rank(mode, model, served={name: SHAPE for name in ("embed", "norm")})
+    return Rank(mode, model, checkpoint_shapes={name: SHAPE for name in ("embed", "norm")})
 
 
 def tensors_of(model: nn.Module) -> Tensors:

@@ -178,7 +178,7 @@ def no_grad() -> Iterator[None]:
 @pytest.mark.usefixtures("no_grad")
 def test_update_in_place_frees_no_changes_before_the_last_swap() -> None:
     """The shadow of another form is forgotten, and with it what the last commit exchanged."""
-    rank = Rank(StagingMode.CHANGES, Loads(), served={"weight": (4, 4)})
+    rank = Rank(StagingMode.CHANGES, Loads(), checkpoint_shapes={"weight": (4, 4)})
     rank.update({"weight": torch.ones(4, 4)})
     [(_, parts)] = rank._jobs._shadows.form.recorder.changes()  # type: ignore[union-attr]
     values = weakref.ref(parts[0].values)

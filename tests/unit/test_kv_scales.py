@@ -88,7 +88,9 @@ def serve(mode: StagingMode, start: Tensors) -> Rank:
     with torch.no_grad():
         DefaultModelLoader.load_weights_only(live, iter(start.items()), CPU)
         DefaultModelLoader.postprocess_weights(live, CPU)
-    rank = Rank(mode, live, served={name: tensor.shape for name, tensor in start.items()})
+    rank = Rank(
+        mode, live, checkpoint_shapes={name: tensor.shape for name, tensor in start.items()}
+    )
     if mode is not StagingMode.OFF:
         loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
         rank.shadowed._pristine = pristine

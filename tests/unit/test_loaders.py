@@ -148,11 +148,11 @@ def rank_of(
     mode: StagingMode,
     model: nn.Module,
     *,
-    served: Iterable[str] = SHAPES,
+    checkpoint: Iterable[str] = SHAPES,
     ties_head: bool = False,
 ) -> Rank:
-    shapes = {name: SHAPES[name] for name in served}
-    return Rank(mode, model, served=shapes, ties_head=ties_head)
+    shapes = {name: SHAPES[name] for name in checkpoint}
+    return Rank(mode, model, checkpoint_shapes=shapes, ties_head=ties_head)
 
 
 @pytest.fixture(autouse=True)
@@ -255,10 +255,10 @@ def test_half_of_a_fused_weight_is_refused() -> None:
 
 @BOTH_MODES
 @pytest.mark.parametrize("traits", [Traits(), Traits(gathers=True)])
-def test_names_are_checked_without_served_checkpoint(mode: StagingMode, traits: Traits) -> None:
-    """The served checkpoint is not on this machine."""
+def test_names_are_checked_without_the_starts_checkpoint(mode: StagingMode, traits: Traits) -> None:
+    """The start's checkpoint is not on this machine."""
     model = fresh(traits, tensors(1.0))
-    rank = rank_of(mode, model, served=())
+    rank = rank_of(mode, model, checkpoint=())
     names = SHAPES.keys() - IGNORED
     rank.update(tensors(2.0, sorted(names)), partial=True)
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, tensors(2.0)))
@@ -370,7 +370,7 @@ def test_direct_write_updates_derived_tensors(mode: StagingMode) -> None:
 
     model: Any = nn.Module()
     model.norm = GemmaRMSNorm(4)
-    rank_of(mode, model, served=()).update(
+    rank_of(mode, model, checkpoint=()).update(
         {"norm.weight": torch.full((4,), 2.0)}, partial=True, load_format=DIRECT
     )
     assert model.norm.gemma_weight.tolist() == [3.0] * 4
@@ -397,7 +397,7 @@ class Finished(nn.Module):
 
 def test_direct_write_runs_post_load_weights() -> None:
     model = Finished()
-    rank = rank_of(StagingMode.OFF, model, served=())
+    rank = rank_of(StagingMode.OFF, model, checkpoint=())
     rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
     assert model.product.tolist() == [6.0] * 4
 
@@ -412,7 +412,7 @@ def test_direct_write_to_quantized_weights_is_refused() -> None:
 
     model: Any = Finished()
     model.quant_method = Transposes()
-    rank = rank_of(StagingMode.OFF, model, served=())
+    rank = rank_of(StagingMode.OFF, model, checkpoint=())
     with pytest.raises(Refused, match=r"load_format 'direct' .* is quantized by Transposes"):
         rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
     assert rank.writes == 0
@@ -428,7 +428,7 @@ def test_update_refolds_routers_scale(mode: StagingMode) -> None:
     router = Gemma4Router(config)
     model = Scaled(router)
     fuse_scales(model)
-    rank = rank_of(mode, model, served=())
+    rank = rank_of(mode, model, checkpoint=())
     rank.update({"router.scale": torch.full((4,), 3.0)}, partial=True)
     assert router.norm.weight.tolist() == [1.5] * 4
     if mode is StagingMode.DEVICE:
@@ -496,7 +496,7 @@ def test_tied_head_unlike_embeddings_is_refused(
 ) -> None:
     model = Tied()
     model.embed_tokens.weight.data.fill_(1.0)
-    rank = rank_of(mode, model, served=(), ties_head=True)
+    rank = rank_of(mode, model, checkpoint=(), ties_head=True)
     calls = [{name: torch.full((4, 2), value)} for name, value in sent.items()]
     if reason is None:
         rank.update(*calls, partial=True)
@@ -626,9 +626,9 @@ def test_weight_that_cannot_be_staged_is_named_and_left_to_an_update_in_place(
     new = {"plain": torch.ones(4), "scale": torch.ones(4, 3)}
     shapes = {name: tensor.shape for name, tensor in new.items()}
     with pytest.raises(Unproven, match=r"'scale' cannot be staged: its memory has holes"):
-        Rank(mode, model, served=shapes).update(new)
+        Rank(mode, model, checkpoint_shapes=shapes).update(new)
     assert not model.plain.any()
-    Rank(StagingMode.OFF, model, served=shapes).update(new)
+    Rank(StagingMode.OFF, model, checkpoint_shapes=shapes).update(new)
     assert model.scale.all()
 
 

@@ -85,7 +85,7 @@ class Search:
 
 
 def rank_with(search: Search, mode: StagingMode = StagingMode.DEVICE) -> Rank:
-    rank = Rank(mode, Layer(double), served={"weight": (2, 2)})
+    rank = Rank(mode, Layer(double), checkpoint_shapes={"weight": (2, 2)})
     shadowed: Any = rank.shadowed
     shadowed._pristine = Layer(double)
     shadowed._find_recipe = search

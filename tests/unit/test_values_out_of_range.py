@@ -53,7 +53,7 @@ def parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
 
 
 def rank_of(mode: StagingMode) -> Rank:
-    return Rank(mode, Model(), served=SHAPES)
+    return Rank(mode, Model(), checkpoint_shapes=SHAPES)
 
 
 @pytest.fixture(autouse=True)

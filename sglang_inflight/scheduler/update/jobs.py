@@ -169,7 +169,7 @@ class Jobs:
         update.roles = {model.role for model in models}
         _refuse_partially_written(update, update.roles)
         for model in self._models:
-            model.read_served(update.check)
+            model.read_checkpoint_shapes(update.check)
         if in_place or update.fills_hollow:
             self.stop_proving()
         else:
@@ -298,7 +298,7 @@ class Jobs:
         update.loaded |= update.roles
         for model in self._models:
             # whatever its checkpoint brings
-            update.names.setdefault(model.role, set()).update(model.served)
+            update.names.setdefault(model.role, set()).update(model.checkpoint_shapes)
         update.add_digests(None)
         staged_s = time.perf_counter() - started
         self._metrics.observe_load(source, staged_s)
@@ -357,7 +357,11 @@ class Jobs:
                     for new, served in self._rate_limit.cut(shadow, live):
                         if holds_stray(new, served, check_finite=check_finite):
                             raise stray_refusal(name)
-                if model.role in whole and model.served and not self._unsent(update, {model.role}):
+                if (
+                    model.role in whole
+                    and model.checkpoint_shapes
+                    and not self._unsent(update, {model.role})
+                ):
                     model.keep_weights_not_in_checkpoints(update.check)
             form.close(check_finite=check_finite)
         digest = self._read_through(update, shadowed, whole)
@@ -646,7 +650,7 @@ class Jobs:
                 name
                 for model in self._models
                 if model.role in whole
-                for name in model.served.keys() - update.names.get(model.role, set())
+                for name in model.checkpoint_shapes.keys() - update.names.get(model.role, set())
             }
         )
 

@@ -140,7 +140,7 @@ class ShadowedModel:
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
         self._form: Form | None = None
-        self._served: Shapes | None = None
+        self._checkpoint_shapes: Shapes | None = None
         self._quantizer = Quantizer({})
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
@@ -261,7 +261,7 @@ class ShadowedModel:
             found = thread.do(lambda: recall(name)) if name is not None else None
         if found is not None:
             return found
-        with closing(self._read_served(check, rate_limit)) as weights:
+        with closing(self._read_start_checkpoint(check, rate_limit)) as weights:
             found = find_recipe(
                 pristine,
                 model,
@@ -298,7 +298,7 @@ class ShadowedModel:
             return Proof(state="failed", why=self.unproven)
         return Proof(state="due" if self._recipe is None else "done")
 
-    def _read_served(
+    def _read_start_checkpoint(
         self, check: Callable[[], None], rate_limit: RateLimit
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         yield from read_disk(
@@ -547,7 +547,7 @@ class ShadowedModel:
     def keep_weights_not_in_checkpoints(self, check: Callable[[], None]) -> None:
         """Stage the live values of weights that no checkpoint brings.
 
-        All tensors of the served checkpoint were received. So the model itself set any unwritten
+        All tensors of the start's checkpoint were received. So the model itself set any unwritten
         weight at its construction.
         """
         assert self._form is not None
@@ -559,19 +559,19 @@ class ShadowedModel:
             if memory_key(shadow) not in self._written:
                 self._form.keep_if_unwritten(Weight(name, live, shadow))
 
-    def read_served(self, check: Callable[[], None]) -> None:
-        """Read ``served`` once; ``check`` raises when it is time to give up."""
-        if self._served is None:
+    def read_checkpoint_shapes(self, check: Callable[[], None]) -> None:
+        """Read ``checkpoint_shapes`` once; ``check`` raises when it is time to give up."""
+        if self._checkpoint_shapes is None:
             with AbandonableThread(check) as thread:
                 stored, config = thread.do(self._read_checkpoint)
-            self._served = {name: tensor.shape for name, tensor in stored.items()}
+            self._checkpoint_shapes = {name: tensor.shape for name, tensor in stored.items()}
             self._quantizer = Quantizer(find_quantized(stored, config))
 
     @property
-    def served(self) -> Shapes:
+    def checkpoint_shapes(self) -> Shapes:
         """Shapes of the tensors in the start's checkpoint; empty if it is not on this machine."""
-        assert self._served is not None
-        return self._served
+        assert self._checkpoint_shapes is not None
+        return self._checkpoint_shapes
 
     def _read_checkpoint(self) -> tuple[dict[str, Stored], dict[str, Any]]:
         folder = find_checkpoint(
@@ -635,7 +635,7 @@ class ShadowedModel:
             is_sparse=is_sparse(source),
         )
         checks = TensorChecks(
-            served=self.served if is_checkpoint else {},
+            checkpoint_shapes=self.checkpoint_shapes if is_checkpoint else {},
             dataflow=dataflow,
             takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
             takes_floats_only=why_not_shadowed(self.runner.model) is None,
@@ -647,7 +647,7 @@ class ShadowedModel:
         self._checks, self._is_sparse = checks, is_sparse(source)
         if self._is_sparse:
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
-            weights = fill_in(weights, self.served, said, checks.note_magnitude)
+            weights = fill_in(weights, self.checkpoint_shapes, said, checks.note_magnitude)
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
@@ -759,14 +759,14 @@ class ShadowedModel:
         """Names of persistent buffers set by the model at construction, in no checkpoint."""
         buffers = dict(self.runner.model.named_buffers())
         persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
-        if not persistent or not self.served:
+        if not persistent or not self.checkpoint_shapes:
             return frozenset()
         return (self._loader_reads.weights_left_out or frozenset()) & persistent
 
     @functools.cached_property
     def _loader_reads(self) -> LoaderReads:
         model = self._pristine if self._pristine is not None else self.runner.model
-        return find_loader_reads(model, self.served, next(model.parameters()).dtype)
+        return find_loader_reads(model, self.checkpoint_shapes, next(model.parameters()).dtype)
 
 
 def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str | None:

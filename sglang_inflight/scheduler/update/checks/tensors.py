@@ -43,11 +43,11 @@ class TensorChecks:
 
     A loader may skip an unknown name silently. So each tensor is followed to the weights
     (``dataflow.py``), and a tensor that reached none is refused. There are two exceptions. The
-    loader may skip a tensor of the served checkpoint for a reason of its own, such as another
+    loader may skip a tensor of the start's checkpoint for a reason of its own, such as another
     pipeline stage. And a model with tied embeddings skips the head. If the loader needs a tensor
     and has not used it, the loader holds it for a tensor missing in this call (``finish``).
 
-    A loader may also cut or pad its input (on a CPU some do). So a tensor of the served checkpoint
+    A loader may also cut or pad its input (on a CPU some do). So a tensor of the start's checkpoint
     must come in the same shape.
 
     One object serves one call, on the staging thread.
@@ -56,7 +56,7 @@ class TensorChecks:
     def __init__(
         self,
         *,
-        served: Mapping[str, tuple[int, ...]],
+        checkpoint_shapes: Mapping[str, tuple[int, ...]],
         dataflow: Dataflow,
         takes_all: bool,
         takes_floats_only: bool,
@@ -65,14 +65,14 @@ class TensorChecks:
         check_finite: bool,
         rate_limit: RateLimit,
     ) -> None:
-        """``served`` has the shapes of the tensors in the served checkpoint.
+        """``checkpoint_shapes``: of the tensors in the start's checkpoint.
 
         ``takes_all`` is false for a custom loader, which may skip any tensor, and for a second
         model fed with the same tensors. ``takes_floats_only``: the weights are not quantized.
-        ``is_needed`` says of a name in ``served`` whether the loader uses it. ``tied`` is None if
-        the model does not tie its head.
+        ``is_needed`` says of a name in ``checkpoint_shapes`` whether the loader uses it. ``tied``
+        is None if the model does not tie its head.
         """
-        self._served = served
+        self._checkpoint_shapes = checkpoint_shapes
         self._dataflow = dataflow
         self._takes_all = takes_all
         self._takes_floats_only = takes_floats_only
@@ -198,7 +198,7 @@ class TensorChecks:
         """Note an unused tensor, after the loader has asked for the next one or returned."""
         if name in self._dataflow.reached:
             return
-        if name in self._served:
+        if name in self._checkpoint_shapes:
             if self._is_needed(name):
                 self._waiting[name] = tensor
         elif self._takes_all and not self._is_tied_head(name):
@@ -241,7 +241,7 @@ class TensorChecks:
                 "expected pairs of a name and a tensor, got "
                 f"{type(name).__name__} and {type(tensor).__name__}"
             )
-        expected = self._served.get(name)
+        expected = self._checkpoint_shapes.get(name)
         if expected is not None and expected != tuple(tensor.shape):
             raise Refused(
                 f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has "

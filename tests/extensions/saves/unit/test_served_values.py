@@ -63,7 +63,7 @@ def load(rank: Rank, folder: Path) -> str:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_of_another_server_is_refused(tmp_path: Path, mode: StagingMode, value: float) -> None:
     model = Model()
-    rank = Rank(mode, model, served={})
+    rank = Rank(mode, model, checkpoint_shapes={})
     weight = torch.tensor([1.0, value, 1.0, 1.0])
     write_served(tmp_path, {"target.weight": weight, "target.mask": model.mask})
     with pytest.raises(Refused, match=r"'target\.weight' holds NaN or infinity"):
@@ -74,7 +74,7 @@ def test_nan_of_another_server_is_refused(tmp_path: Path, mode: StagingMode, val
 @EVERY_MODE
 def test_infinity_that_the_model_serves_itself_is_taken(tmp_path: Path, mode: StagingMode) -> None:
     model = Model()
-    rank = Rank(mode, model, served={})
+    rank = Rank(mode, model, checkpoint_shapes={})
     write_served(tmp_path, {"target.weight": torch.ones(4), "target.mask": model.mask})
     assert load(rank, tmp_path) == "v1"
     assert model.weight.tolist() == [1.0] * 4
@@ -83,7 +83,7 @@ def test_infinity_that_the_model_serves_itself_is_taken(tmp_path: Path, mode: St
 @pytest.mark.parametrize("name", ["a\nb", "a\u202eb", "a\0b", ""])
 def test_unprintable_name_of_another_server_is_refused(tmp_path: Path, name: str) -> None:
     model = Model()
-    rank = Rank(StagingMode.CHANGES, model, served={})
+    rank = Rank(StagingMode.CHANGES, model, checkpoint_shapes={})
     tensors = {"target.weight": torch.ones(4), "target.mask": model.mask}
     write_served(tmp_path, tensors, weight_version=name)
     with pytest.raises(Refused, match=r"weight_version|weight version"):
@@ -92,6 +92,6 @@ def test_unprintable_name_of_another_server_is_refused(tmp_path: Path, name: str
 
 def test_served_weights_are_refused_without_their_extension(tmp_path: Path) -> None:
     WHOLE_LOADERS.compose([])
-    rank = Rank(StagingMode.DEVICE, Model(), served={"weight": (4,)})
+    rank = Rank(StagingMode.DEVICE, Model(), checkpoint_shapes={"weight": (4,)})
     with pytest.raises(Refused, match="the extension that reads it is off"):
         load(rank, tmp_path)
