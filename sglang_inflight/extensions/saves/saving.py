@@ -42,9 +42,9 @@ from sglang_inflight.extensions.saves.messages import (
     Written,
 )
 from sglang_inflight.extensions.saves.tensors import (
-    ServedNumbers,
+    LiveNumbers,
+    live_tensors,
     read_numbers,
-    served_tensors,
 )
 from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
@@ -215,13 +215,13 @@ class Saving:
             for model in self._models:
                 model.refuse_underivable(save.check, loads_are_known=self._loads_are_known)
             self._is_derivable = True
-        tensors = served_tensors(self._models)
+        tensors = live_tensors(self._models)
         if self._copier is None:
             # kept: an allocation of pinned memory may wait for the device
             self._copier = PieceCopier(self._live, self._lock, self._device)
         copier, digest = self._copier, Digest()
         digests: dict[str, str] = {}
-        numbers: list[ServedNumbers] = []
+        numbers: list[LiveNumbers] = []
         reader, head = HostReader(), write_head(tensors, metadata_of(save.call.save_id))
         written = len(head)
         # the tensors' file is deleted if what comes after it fails, too

@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 
 
 @dataclass(frozen=True)
-class ServedNumbers:
+class LiveNumbers:
     """The numbers that finishing makes in the served models, at one moment."""
 
     # by the model's role and the place, written as Python writes them
@@ -23,7 +23,7 @@ class ServedNumbers:
     described: tuple[str, ...]
 
 
-def served_tensors(models: Sequence[ShadowedModel]) -> list[tuple[str, torch.Tensor]]:
+def live_tensors(models: Sequence[ShadowedModel]) -> list[tuple[str, torch.Tensor]]:
     """Return each tensor by the role of its model and its own name, once.
 
     A commit may replace the memory of these objects, and never the objects. Raises ``Refused`` if
@@ -33,7 +33,7 @@ def served_tensors(models: Sequence[ShadowedModel]) -> list[tuple[str, torch.Ten
     seen: set[int] = set()
     owners: list[nn.Module] = []
     for model in models:
-        for name, tensor in model.served_tensors(owners):
+        for name, tensor in model.live_tensors(owners):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 found.append((f"{model.role}.{name}", tensor))
@@ -41,15 +41,15 @@ def served_tensors(models: Sequence[ShadowedModel]) -> list[tuple[str, torch.Ten
     return found
 
 
-def read_numbers(models: Sequence[ShadowedModel]) -> ServedNumbers:
+def read_numbers(models: Sequence[ShadowedModel]) -> LiveNumbers:
     written: dict[str, str] = {}
     described: list[str] = []
     for model in models:
-        numbers = model.served_numbers()
+        numbers = model.live_numbers()
         if numbers is not None:
             written |= {f"{model.role}.{place}": repr(value) for place, value in numbers.items()}
             described.append(describe_numbers(numbers))
-    return ServedNumbers(written, tuple(described))
+    return LiveNumbers(written, tuple(described))
 
 
 _WORDS: dict[str, Number] = {"True": True, "False": False, "None": None}

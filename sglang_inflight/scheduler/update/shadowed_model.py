@@ -48,8 +48,8 @@ from sglang_inflight.scheduler.update.checks.stageable import (
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks, TiedHead
 from sglang_inflight.scheduler.update.finished.finished_model import (
     FinishedModel,
-    served_numbers,
-    served_of,
+    live_numbers,
+    live_tensors_of,
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.pristine import construct
@@ -399,7 +399,7 @@ class ShadowedModel:
 
     # ---- served tensors, saved and loaded as they are ---------------------------------
 
-    def served_tensors(self, owners: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    def live_tensors(self, owners: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
         """Return the name and the served tensor of all that an update's digest covers.
 
         ``owners`` are the rank's models before this model. Raises ``Refused`` if SGLang has
@@ -407,7 +407,7 @@ class ShadowedModel:
         """
         model = self.runner.model
         if self._recipe is not None:
-            found = served_of(model, self._recipe, owners)
+            found = live_tensors_of(model, self._recipe, owners)
             within = without_views(found)
             return [(str(place), t) for place, t in found.items() if within[place] == place]
         if self.finishes and self.unproven is None:
@@ -422,9 +422,9 @@ class ShadowedModel:
             )
         return list(weights_of(model))
 
-    def served_numbers(self) -> dict[Place, Number] | None:
+    def live_numbers(self) -> dict[Place, Number] | None:
         """Return the served numbers that finishing makes; None if it makes none."""
-        return served_numbers(self.runner.model, self._recipe) if self._recipe else None
+        return live_numbers(self.runner.model, self._recipe) if self._recipe else None
 
     def refuse_underivable(self, check: Callable[[], None], *, loads_are_known: bool) -> None:
         """Raise ``Refused`` if the served model has what its loader computed besides weights.

@@ -59,10 +59,10 @@ class FinishedModel:
         self._form = form
         self._holds_graphs = holds_graphs
         self._raw = RawModel(pristine, live, device, self, rate_limit, recipe)
-        self._served = served_of(live, recipe, owners)
-        self._within = without_views(self._served)
+        self._live_tensors = live_tensors_of(live, recipe, owners)
+        self._within = without_views(self._live_tensors)
         self._weights: dict[Place, Weight] = {}
-        for place, tensor in self._served.items():
+        for place, tensor in self._live_tensors.items():
             if self._within[place] == place:
                 handle_for = form.handle_for
                 staged = (
@@ -128,7 +128,7 @@ class FinishedModel:
     def describe_numbers(self, *, as_staged: bool) -> str:
         """Return the numbers that finishing makes, for a digest: as served, or as staged."""
         staged = {swap.place: swap.other for swap in self.numbers} if as_staged else {}
-        return describe_numbers(served_numbers(self._live, self._recipe) | staged)
+        return describe_numbers(live_numbers(self._live, self._recipe) | staged)
 
     def find_derived(self) -> str | None:
         return None
@@ -150,22 +150,24 @@ class FinishedModel:
     def take(self, made: Made) -> None:
         """Stage what was made. Raise ``Refused`` if a commit could not exchange it."""
         for place, tensor in made.tensors.items():
-            served = self._served.get(place)
-            if served is None:
+            live = self._live_tensors.get(place)
+            if live is None:
                 if place in self._recipe.tensors:
                     # another model of this rank owns it
                     continue
                 raise Refused(f"finishing the update makes a new tensor, {str(place)!r}")
-            if describe_layout(tensor) != describe_layout(served):
+            if describe_layout(tensor) != describe_layout(live):
                 raise Refused(
                     f"finishing the update makes {str(place)!r} as {describe_layout(tensor)}, and "
-                    f"it is served as {describe_layout(served)}"
+                    f"it is served as {describe_layout(live)}"
                 )
             within = self._within[place]
             if within == place:
                 self._form.put(self._weights[place], tensor)
                 self._taken.add(place)
-            elif _offset(tensor, made.tensors.get(within)) != _offset(served, self._served[within]):
+            elif _offset(tensor, made.tensors.get(within)) != _offset(
+                live, self._live_tensors[within]
+            ):
                 raise Refused(f"finishing the update parts {str(place)!r} from {str(within)!r}")
         for place, number in made.numbers.items():
             if place not in self._numbers:
@@ -184,7 +186,7 @@ class FinishedModel:
             self.numbers.append(NumberSwap(place, owner, attribute, number))
 
 
-def served_of(
+def live_tensors_of(
     live: nn.Module, recipe: Recipe, owners: Sequence[nn.Module]
 ) -> dict[Place, torch.Tensor]:
     """Return the served tensors that finishing makes, except those of ``owners``."""
@@ -196,10 +198,10 @@ def served_of(
     }
 
 
-def served_numbers(live: nn.Module, recipe: Recipe) -> dict[Place, Number]:
+def live_numbers(live: nn.Module, recipe: Recipe) -> dict[Place, Number]:
     """Return the served numbers that finishing makes. A missing one is None."""
-    served = {place: found[2] for place, found in numbers_of(live).items()}
-    return {place: served.get(place) for place in recipe.numbers}
+    numbers = {place: found[2] for place, found in numbers_of(live).items()}
+    return {place: numbers.get(place) for place in recipe.numbers}
 
 
 def describe_numbers(numbers: Mapping[Place, Number]) -> str:

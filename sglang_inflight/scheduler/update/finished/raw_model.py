@@ -120,7 +120,7 @@ class RawModel:
         self.model = self._shadow.model
         self._modules = dict(modules_of(self.model))
         self._live = live
-        self._served = dict(modules_of(live))
+        self._live_modules = dict(modules_of(live))
         self._weights = {
             memory_key(shadow): _RawWeight(
                 name, *split_name(name), shadow, self._handles[memory_key(shadow)], default
@@ -175,16 +175,16 @@ class RawModel:
 
     # ---- loading ----------------------------------------------------------------------
 
-    def begin(self, served: Mapping[Place, torch.Tensor], *, is_partial: bool) -> None:
+    def begin(self, live: Mapping[Place, torch.Tensor], *, is_partial: bool) -> None:
         """Begin an update. ``is_partial``: tensors that are not sent keep their values.
 
-        ``served``: all tensors of the live model.
+        ``live``: all tensors of the live model.
         """
         self.is_partial, self.is_post_loaded = is_partial, False
         self.forget()
         self._shadow.begin()
         self._targets = {
-            memory_key(tensor): Target(Kind.SERVED, str(place)) for place, tensor in served.items()
+            memory_key(tensor): Target(Kind.SERVED, str(place)) for place, tensor in live.items()
         } | self._shadow.targets()
         for module in self._post_loaders:
             # the loader calls it after each piece of an update, where weights may be missing
@@ -226,7 +226,7 @@ class RawModel:
             for (piece,) in self._rate_limit.cut(weight.tensor):
                 mark(piece)
         elif self._is_kept(weight):
-            for to, of in self._rate_limit.cut(weight.tensor, self._served_as(weight)):
+            for to, of in self._rate_limit.cut(weight.tensor, self._live_tensor(weight)):
                 to.copy_(of)
 
     def _has_all_names(self, module: str) -> bool:
@@ -249,12 +249,12 @@ class RawModel:
         paths = [path for path in self._modules if path not in self._done]
         if self.is_partial:
             touched = {w.module for w in self._weights.values() if w.is_written}
-            self._show_as_served([path for path in paths if path not in touched])
+            self._show_live([path for path in paths if path not in touched])
             paths = [path for path in paths if path in touched]
         with Dataflow(self._targets, before_write=self.note_write, recorder=_Reads(self)):
             self._finish_modules(paths, at_seal=True)
 
-    def _show_as_served(self, paths: list[str]) -> None:
+    def _show_live(self, paths: list[str]) -> None:
         """Show ``post_load_weights`` the served weights of modules that the update leaves alone.
 
         They have the memory of the served tensors. A write to it raises ``Refused``.
@@ -262,10 +262,10 @@ class RawModel:
         for path in paths:
             for weight in self._of_module.get(path, ()):
                 if self._is_kept(weight):
-                    module, served = self._modules[path], self._served[path]
+                    module, live = self._modules[path], self._live_modules[path]
                     is_buffer = weight.attribute in module._buffers
                     shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
-                    tensor = getattr(served, weight.attribute)
+                    tensor = getattr(live, weight.attribute)
                     shown[weight.attribute] = _like(tensor, tensor.data)
 
     def _finish_modules(self, paths: list[str], *, at_seal: bool = False) -> None:
@@ -414,14 +414,14 @@ class RawModel:
             if needed and not keeps:
                 self._refuse(weight, needed)
             self._prepare(weight)
-            weight.tensor.copy_(self._served_as(weight) if keeps else weight.default)
+            weight.tensor.copy_(self._live_tensor(weight) if keeps else weight.default)
         elif not can_mark(weight.tensor):
             if not is_whole and not keeps:
                 self._refuse(weight, needed - weight.names)
         elif missing := count_marked(weight.tensor):
             if not is_whole and not keeps:
                 self._refuse(weight, needed - weight.names, missing)
-            other = self._served_as(weight).to(_HOST) if keeps else weight.default
+            other = self._live_tensor(weight).to(_HOST) if keeps else weight.default
             weight.tensor.copy_(torch.where(marks_in(weight.tensor), other, weight.tensor))
 
     def _refuse(self, weight: _RawWeight, names: Iterable[str], missing: int = 0) -> None:
@@ -442,10 +442,10 @@ class RawModel:
         for place, number in made.numbers.items():
             if not is_kv_scale(place) or any(w.names for w in self._of_module[place.module]):
                 continue
-            served = getattr(self._served[place.module], place.attribute)
-            if number != served:
+            live = getattr(self._live_modules[place.module], place.attribute)
+            if number != live:
                 raise Refused(
-                    f"the update is not complete: {str(place)!r} is {served}, and no scale of this "
+                    f"the update is not complete: {str(place)!r} is {live}, and no scale of this "
                     f"layer was sent, for which SGLang takes {number}: send its k_scale and v_scale"
                 )
 
@@ -459,9 +459,9 @@ class RawModel:
     def _is_kept(self, weight: _RawWeight) -> bool:
         return self._recipe is not None and weight.name in self._recipe.kept
 
-    def _served_as(self, weight: _RawWeight) -> torch.Tensor:
-        served: torch.Tensor = getattr(self._served[weight.module], weight.attribute)
-        return served.data
+    def _live_tensor(self, weight: _RawWeight) -> torch.Tensor:
+        live: torch.Tensor = getattr(self._live_modules[weight.module], weight.attribute)
+        return live.data
 
     def _made_by(self, owners: Iterable[Owner], *, finished: set[str]) -> Made:
         """Return what differs from the raw model in ``owners``, of modules not handed on yet.

@@ -56,8 +56,8 @@ class Comparison:
         """``check`` raises to give up."""
         self._rate_limit = rate_limit
         self._check = check
-        self._served = tensors_of(live)
-        self._served_numbers = {place: found[2] for place, found in numbers_of(live).items()}
+        self._live_tensors = tensors_of(live)
+        self._live_numbers = {place: found[2] for place, found in numbers_of(live).items()}
         self.tensors: set[Place] = set()
         self.numbers: set[Place] = set()
 
@@ -65,11 +65,11 @@ class Comparison:
         """Raise ``Unproven`` with the first place where ``made`` or ``numbers`` are not served."""
         for place, tensor in made.items():
             self._check()
-            if (expected := self._served.get(place)) is None:
+            if (expected := self._live_tensors.get(place)) is None:
                 raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
             _require_equal(place, tensor, expected, self._rate_limit)
         for place, number in numbers.items():
-            found = self._served_numbers.get(place)
+            found = self._live_numbers.get(place)
             if found != number:
                 raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
         self.tensors |= made.keys()
@@ -86,12 +86,12 @@ class Comparison:
         """
         for place in sorted(reached):
             # a commit exchanges what is made, and a digest covers it
-            if place in self._served and place not in self.tensors:
+            if place in self._live_tensors and place not in self.tensors:
                 raise Unproven(
                     f"the checkpoint brings {str(place)!r}, and finishing does not make it"
                 )
-        known = {memory_key(self._served[place]) for place in self.tensors}
-        for place, tensor in self._served.items():
+        known = {memory_key(self._live_tensors[place]) for place in self.tensors}
+        for place, tensor in self._live_tensors.items():
             key = memory_key(tensor)
             if place in present or not tensor.is_floating_point():
                 continue
