@@ -84,8 +84,8 @@ class SparseFolderSource(msgspec.Struct, tag=True, kw_only=True):
     model_path: str
 
 
-class ServedFolderSource(msgspec.Struct, tag=True, kw_only=True):
-    """Weights as another server serves them, in a directory that every rank can read."""
+class SavedFolderSource(msgspec.Struct, tag=True, kw_only=True):
+    """Weights that another server has saved, in a directory that every rank can read."""
 
     model_path: str
 
@@ -151,7 +151,7 @@ class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
 LoadedSource = (
     DiskSource | SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
 )
-Source = LoadedSource | ServedFolderSource
+Source = LoadedSource | SavedFolderSource
 
 
 def has_custom_loader(source: Source) -> bool:
@@ -215,7 +215,7 @@ class Opened(RankAnswer, kw_only=True):
 
 
 class SavedVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The version in a folder of served weights. ``save_id`` tells it from a later one there."""
+    """The version in a folder of saved weights. ``save_id`` tells it from a later one there."""
 
     save_id: str
     weight_version: str
@@ -225,7 +225,7 @@ class Staged(RankAnswer, kw_only=True):
     staged_s: float
     tensors: int
     bytes: int
-    # of a folder of served weights
+    # the version in a folder of saved weights
     saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)

@@ -23,7 +23,7 @@ from sglang_inflight.extensions.saves.manifest import (
     part_file,
     tensors_file,
 )
-from sglang_inflight.messages import ServedFolderSource
+from sglang_inflight.messages import SavedFolderSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
@@ -45,7 +45,7 @@ class SavedTensor(NamedTuple):
     line: str
 
 
-class ServedFolder:
+class SavedFolder:
     """One rank's part of an open folder. Belongs to the staging thread."""
 
     def __init__(
@@ -115,9 +115,9 @@ class ServedFolder:
 
 
 @contextmanager
-def open_served(
-    source: ServedFolderSource, rank: str, check: Callable[[], None]
-) -> Iterator[ServedFolder]:
+def open_saved(
+    source: SavedFolderSource, rank: str, check: Callable[[], None]
+) -> Iterator[SavedFolder]:
     """Open the part of ``rank``. Raises ``Refused`` if the folder is not whole.
 
     ``check`` raises when it is time to give up.
@@ -138,6 +138,6 @@ def open_served(
                 part: RankPart = thread.do(read_part)
                 if part.save_id != manifest.save_id:
                     raise Refused(f"{name} is of another save than {MANIFEST}")
-                yield ServedFolder(folder, thread, rank, manifest, saved, part)
+                yield SavedFolder(folder, thread, rank, manifest, saved, part)
         finally:
             folder.close()

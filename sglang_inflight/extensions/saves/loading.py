@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from sglang_inflight.extensions.saves.folder import ServedFolder, open_served
+from sglang_inflight.extensions.saves.folder import SavedFolder, open_saved
 from sglang_inflight.extensions.saves.manifest import name_of_rank
 from sglang_inflight.extensions.saves.tensors import parse_number
-from sglang_inflight.messages import SERVED, SavedVersion, ServedFolderSource
+from sglang_inflight.messages import SERVED, SavedFolderSource, SavedVersion
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
 from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.forms import Weight
@@ -30,8 +30,8 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 
 
 @WHOLE_LOADERS.join()
-def load_served(
-    source: ServedFolderSource,
+def load_saved(
+    source: SavedFolderSource,
     models: Sequence[ShadowedModel],
     weights: Iterable[tuple[ShadowedModel, Weight]],
     layout: Mapping[str, str],
@@ -53,7 +53,7 @@ def load_served(
     tensors = nbytes = 0
     if in_place:
         _refuse_finished(models)
-    with open_served(source, rank, check) as folder:
+    with open_saved(source, rank, check) as folder:
         folder.require_layout(layout)
         folder.require_tensors({name: weight.live for name, (_, weight) in by_name.items()})
         numbers = _numbers_of(models, folder.part.numbers)
@@ -65,7 +65,7 @@ def load_served(
         if in_place:
             _require_digest(folder, by_name, check_values, rate_limit, check)
             for model in models:
-                model.begin_writing_served()
+                model.begin_writing_saved()
         for name, tensor, _ in folder.read(rate_limit, check):
             model, weight = by_name[name]
             if in_place:
@@ -73,7 +73,7 @@ def load_served(
                     to.copy_(of)
             else:
                 check_values(name, tensor)
-                model.take_served(weight, _laid_out_as(weight.live, tensor))
+                model.take_saved(weight, _laid_out_as(weight.live, tensor))
             count(tensor)
             tensors += 1
             nbytes += tensor.nbytes
@@ -81,7 +81,7 @@ def load_served(
             if in_place:
                 refresh_derived(model.runner.model)
             else:
-                model.take_served_numbers(numbers[model.role])
+                model.take_saved_numbers(numbers[model.role])
         manifest = folder.manifest
         saved = SavedVersion(save_id=manifest.save_id, weight_version=manifest.weight_version)
         return Loaded(saved, folder.saved.digest, tensors, nbytes)
@@ -97,7 +97,7 @@ def _refuse_finished(models: Sequence[ShadowedModel]) -> None:
 
 
 def _require_digest(
-    folder: ServedFolder,
+    folder: SavedFolder,
     names: Iterable[str],
     check_values: Callable[[str, torch.Tensor], None],
     rate_limit: RateLimit,

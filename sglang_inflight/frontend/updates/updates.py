@@ -21,7 +21,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.open_update import Event, OpenUpdate, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
-from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall, ServedFolderSource
+from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall, SavedFolderSource
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Begun, Capabilities, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import (
@@ -114,7 +114,7 @@ class Updates:
         Tensors were received and are gone, and a checkpoint is still there. Expected digests are
         compared before anything is written in place, and that needs staging.
         """
-        is_there = isinstance(wanted.source, DiskSource | ServedFolderSource)
+        is_there = isinstance(wanted.source, DiskSource | SavedFolderSource)
         is_there = is_there and wanted.digests is None
         return is_there and self._settings.outgrown == "in_place" and self._can.in_place is None
 

@@ -18,8 +18,8 @@ from sglang_inflight.messages import (
     DistributedSource,
     IPCSource,
     KVPolicy,
+    SavedFolderSource,
     Selector,
-    ServedFolderSource,
     Source,
     SparseFolderSource,
     TensorSource,
@@ -50,7 +50,7 @@ def _(body: DiskBody) -> Source:
     if body.load_format == SPARSE:
         return SparseFolderSource(model_path=body.model_path)
     if body.load_format == SERVED:
-        return ServedFolderSource(model_path=body.model_path)
+        return SavedFolderSource(model_path=body.model_path)
     return DiskSource(model_path=body.model_path, load_format=body.load_format)
 
 
@@ -197,7 +197,7 @@ class Wanted:
 
 def _selector_of(body: UpdateBody, source: Source) -> Selector | None:
     """Return the body's selector. Raises ``Refused`` if it or a digest is out of place."""
-    if not isinstance(source, ServedFolderSource):
+    if not isinstance(source, SavedFolderSource):
         return body.selector
     if body.selector not in (None, "all"):
         raise Refused(f"selector {body.selector!r}: load_format {SERVED!r} brings all models")

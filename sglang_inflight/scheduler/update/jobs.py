@@ -22,8 +22,8 @@ from sglang_inflight.messages import (
     IPCSource,
     LoadedSource,
     Opened,
+    SavedFolderSource,
     Selector,
-    ServedFolderSource,
     Source,
     SparseFolderSource,
     Staged,
@@ -216,11 +216,11 @@ class Jobs:
         Raise ``Altered`` with the tensors' names if they come with other ``digests`` than expected.
         """
         update.check()
-        if isinstance(source, ServedFolderSource):
-            return self._fill_as_served(update, source)
+        if isinstance(source, SavedFolderSource):
+            return self._fill_from_saved(update, source)
         if digests is not None:
             self._refuse_digests_in_place(update)
-        if update.served_digest is not None:
+        if update.saved_digest is not None:
             raise Refused(f"load_format {SERVED!r} brings all weights: nothing may come after it")
         started = time.perf_counter()
         staged = [model for model in self._models if model.role in update.roles]
@@ -267,7 +267,7 @@ class Jobs:
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
         )
 
-    def _fill_as_served(self, update: Update, source: ServedFolderSource) -> Staged:
+    def _fill_from_saved(self, update: Update, source: SavedFolderSource) -> Staged:
         """Take in all weights of this rank as another server serves them."""
         if update.tensors or update.roles != self._all_roles:
             raise Refused(
@@ -294,7 +294,7 @@ class Jobs:
             check=update.check,
             rate_limit=self._rate_limit,
         )
-        update.served_digest = loaded.digest
+        update.saved_digest = loaded.digest
         update.loaded |= update.roles
         for model in self._models:
             # whatever its checkpoint brings
@@ -348,7 +348,7 @@ class Jobs:
         elif was_loaded:
             form = self._shadows.form
             # other servers' weights are as they are
-            check_finite = self._check_finite and update.served_digest is None
+            check_finite = self._check_finite and update.saved_digest is None
             form.show_as_served()
             for model in models:
                 model.refuse_if_derived()
@@ -365,10 +365,10 @@ class Jobs:
                     model.keep_weights_not_in_checkpoints(update.check)
             form.close(check_finite=check_finite)
         digest = self._read_through(update, shadowed, whole)
-        if update.served_digest not in (None, digest):
+        if update.saved_digest not in (None, digest):
             raise Refused(
                 f"the weights staged as another server serves them have the digest {digest}, and "
-                f"that server serves {update.served_digest}"
+                f"that server serves {update.saved_digest}"
             )
         kv_scale = self._changed_kv_scale(models)
         missing = self._count_unwritten(update) if update.fills_hollow else 0

@@ -453,23 +453,23 @@ class ShadowedModel:
                 "cannot be followed"
             )
 
-    def take_served(self, weight: Weight, new: torch.Tensor) -> None:
+    def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
         """Stage ``new``, of the layout of ``weight``, for all of it, past the model's loader."""
         assert self._form is not None
         if isinstance(self.shadow, FinishedModel):
-            self.shadow.take_served({weight.name: new}, {})
+            self.shadow.take_saved({weight.name: new}, {})
             return
         self._form.put(weight, new)
         self._written.add(memory_key(weight.shadow))
 
-    def take_served_numbers(self, numbers: Mapping[str, Number]) -> None:
+    def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
         """Stage the numbers that finishing has made, by place. Raises ``Refused`` for others."""
         if isinstance(self.shadow, FinishedModel):
-            self.shadow.take_served({}, numbers)
+            self.shadow.take_saved({}, numbers)
         elif numbers:
             raise Refused(f"the {self.role} model has no numbers made by finishing")
 
-    def begin_writing_served(self) -> None:
+    def begin_writing_saved(self) -> None:
         """Prepare the live model for tensors that are written past its loader."""
         assert isinstance(self.shadow, InPlaceModel)
         self._note_write_in_place(is_checkpoint=False)

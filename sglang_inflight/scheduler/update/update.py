@@ -88,8 +88,8 @@ class Update:
         # of all tensors so far; None before the first call, and once a call asked for no digests
         self.received_digest: str | None = None
         self._is_undigested = False
-        # digest of the served weights that another server has saved, if they came
-        self.served_digest: str | None = None
+        # digest of the weights that another server has saved, if they came
+        self.saved_digest: str | None = None
         # sources read from disk, by role
         self.checkpoints: dict[str, DiskSource] = {}
         # digest of the live weights, if the seal had to compute it

@@ -32,7 +32,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHANGES
-from tests.support.served import describe_tensors
+from tests.support.saved import describe_tensors
 from tests.support.stalled_mount import stalled_mount
 from tests.support.updates import (
     LIVE,

@@ -133,7 +133,7 @@ class FinishedModel:
     def find_derived(self) -> str | None:
         return None
 
-    def take_served(
+    def take_saved(
         self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]
     ) -> None:
         """Stage what another server's finishing has made, by place. Raises as ``take`` does."""

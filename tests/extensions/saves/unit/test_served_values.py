@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from sglang_inflight.extensions.saves import loading
-from sglang_inflight.messages import ServedFolderSource
+from sglang_inflight.messages import SavedFolderSource
 from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
-from tests.support.served import write_served
+from tests.support.saved import write_saved
 
 EVERY_MODE = pytest.mark.parametrize(
     "mode", [StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF]
@@ -51,7 +51,7 @@ def load(rank: Rank, folder: Path) -> str:
     )
     update = Update(opened, base_version="")
     rank._jobs.prepare(update, "all", after=None)
-    staged = rank._jobs.fill(update, ServedFolderSource(model_path=str(folder)), None)
+    staged = rank._jobs.fill(update, SavedFolderSource(model_path=str(folder)), None)
     rank._jobs.seal(update, None)
     assert update.sealed is not None
     update.sealed.swap.make()
@@ -65,7 +65,7 @@ def test_nan_of_another_server_is_refused(tmp_path: Path, mode: StagingMode, val
     model = Model()
     rank = Rank(mode, model, checkpoint_shapes={})
     weight = torch.tensor([1.0, value, 1.0, 1.0])
-    write_served(tmp_path, {"target.weight": weight, "target.mask": model.mask})
+    write_saved(tmp_path, {"target.weight": weight, "target.mask": model.mask})
     with pytest.raises(Refused, match=r"'target\.weight' holds NaN or infinity"):
         load(rank, tmp_path)
     assert model.weight.tolist() == [0.0] * 4
@@ -75,7 +75,7 @@ def test_nan_of_another_server_is_refused(tmp_path: Path, mode: StagingMode, val
 def test_infinity_that_the_model_serves_itself_is_taken(tmp_path: Path, mode: StagingMode) -> None:
     model = Model()
     rank = Rank(mode, model, checkpoint_shapes={})
-    write_served(tmp_path, {"target.weight": torch.ones(4), "target.mask": model.mask})
+    write_saved(tmp_path, {"target.weight": torch.ones(4), "target.mask": model.mask})
     assert load(rank, tmp_path) == "v1"
     assert model.weight.tolist() == [1.0] * 4
 
@@ -85,7 +85,7 @@ def test_unprintable_name_of_another_server_is_refused(tmp_path: Path, name: str
     model = Model()
     rank = Rank(StagingMode.CHANGES, model, checkpoint_shapes={})
     tensors = {"target.weight": torch.ones(4), "target.mask": model.mask}
-    write_served(tmp_path, tensors, weight_version=name)
+    write_saved(tmp_path, tensors, weight_version=name)
     with pytest.raises(Refused, match=r"weight_version|weight version"):
         load(rank, tmp_path)
 

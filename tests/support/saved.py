@@ -15,7 +15,7 @@ from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest
 RANK = "pp0-tp0"
 
 
-def write_served(
+def write_saved(
     folder: Path, tensors: Mapping[str, torch.Tensor], *, weight_version: str = "v1"
 ) -> None:
     """Write the part of one rank without a layout, and the manifest."""
