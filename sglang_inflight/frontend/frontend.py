@@ -18,9 +18,9 @@ from sglang_inflight.frontend.requests.model_names import ModelNames
 from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.frontend.updates.version_record import VersionRecord
 from sglang_inflight.joints import HasParts, Joint
 from sglang_inflight.messages import (
     Changed,
@@ -88,9 +88,9 @@ class Frontend(HasParts):
         # the owner of several tokenizer workers sends them its state
         self.on_change: Callable[[], None] = lambda: None
         self.pauses.on_change = lambda: self.on_change()
-        self._served = Served(tokenizer_manager, min(self.ranks.all))
+        self._record = VersionRecord(tokenizer_manager, min(self.ranks.all))
         two_phase = self.two_phase = TwoPhase(
-            tokenizer_manager, self.ranks, self._served, metrics, can
+            tokenizer_manager, self.ranks, self._record, metrics, can
         )
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update
@@ -137,7 +137,7 @@ class Frontend(HasParts):
                 self.is_hollow = memory.hollow is not None
         if not self.is_worker:
             # a worker takes this state from the owner, whose messages have another order
-            self._served.take_answer(answer)
+            self._record.take_answer(answer)
             self.pauses.take_answer(answer)
             self.versions.take_answer(answer)
             for take_in in ANSWERS:

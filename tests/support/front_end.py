@@ -27,9 +27,9 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.frontend.updates.version_record import VersionRecord
 from sglang_inflight.messages import (
     CommitCall,
     Committed,
@@ -302,9 +302,9 @@ class FrontEnd:
         metric = SimpleNamespace(inc=lambda: None, observe=lambda value: None)
         labelled = SimpleNamespace(labels=lambda *_: metric)
         metrics: Any = SimpleNamespace(updates=labelled, pause_grant=labelled)
-        self.served = Served(manager, FIRST)
+        self.record = VersionRecord(manager, FIRST)
         self.pauses = Pauses(manager, self.ranks, metrics, can, lease_s=settings.pause_lease_s)
-        self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics, can)
+        self.two_phase = TwoPhase(manager, self.ranks, self.record, metrics, can)
         self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase, can)
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(manager, self.pauses, can)
@@ -342,7 +342,7 @@ class FrontEnd:
         self.manager.asyncio_tasks.add(asyncio.ensure_future(doing))
 
     def _take_answer(self, answer: RankAnswer) -> None:
-        self.served.take_answer(answer)
+        self.record.take_answer(answer)
         self.pauses.take_answer(answer)
         self.ranks.take_answer(answer)
 

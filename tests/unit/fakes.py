@@ -16,9 +16,9 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.frontend.updates.version_record import VersionRecord
 from sglang_inflight.messages import (
     A,
     Committed,
@@ -129,9 +129,9 @@ class Play:
         )
         manager: Any = self.manager
         self.ranks = ManualRank()
-        served = Served(manager, Rank(0, 0, 0))
-        self.ranks.heard_by = served.take_answer
-        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS, can)
+        record = VersionRecord(manager, Rank(0, 0, 0))
+        self.ranks.heard_by = record.take_answer
+        self.two_phase = TwoPhase(manager, self.ranks, record, METRICS, can)
         self.groups, idle = (
             Groups(self.ranks, SETTINGS),
             NoRequestsRunning(manager, NO_PAUSES, can),

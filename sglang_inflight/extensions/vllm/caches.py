@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_inflight.capabilities import now
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.served import clear_preprocessed
+from sglang_inflight.frontend.updates.version_record import clear_preprocessed
 from sglang_inflight.messages import Call, Done, InflightCall
 from sglang_inflight.scheduler.controller import CALLS, Controller, Handler
 from sglang_inflight.scheduler.versions.prefix_fence import forget_embeddings

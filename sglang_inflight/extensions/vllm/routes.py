@@ -54,7 +54,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_query,
 )
 from sglang_inflight.frontend.tokenizer_hooks import ROUTES
-from sglang_inflight.frontend.updates.served import clear_preprocessed
+from sglang_inflight.frontend.updates.version_record import clear_preprocessed
 from sglang_inflight.sglang_types import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
 from sglang_inflight.vocabulary.bodies import (

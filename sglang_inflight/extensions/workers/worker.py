@@ -39,7 +39,7 @@ from sglang_inflight.extensions.workers.refcounts import WorkersRegistry, as_sgl
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.sglangs_pause import admit_requests
-from sglang_inflight.frontend.updates.served import clear_preprocessed
+from sglang_inflight.frontend.updates.version_record import clear_preprocessed
 from sglang_inflight.hooking import AROUND, TOKENIZER_MANAGER, hook, with_us
 
 if TYPE_CHECKING:

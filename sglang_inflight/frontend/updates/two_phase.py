@@ -28,7 +28,7 @@ from sglang_inflight.frontend.updates.open_update import (
     expect_staged,
     write_receipt,
 )
-from sglang_inflight.frontend.updates.served import Served
+from sglang_inflight.frontend.updates.version_record import VersionRecord
 from sglang_inflight.frontend.updates.wanted import Wanted
 from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
@@ -93,7 +93,7 @@ class TwoPhase:
         self,
         tokenizer_manager: TokenizerManager,
         ranks: Ranks,
-        served: Served,
+        record: VersionRecord,
         metrics: FrontEndMetrics,
         can: Capabilities,
     ) -> None:
@@ -101,7 +101,7 @@ class TwoPhase:
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
-        self._served = served
+        self._record = record
         self._metrics = metrics
         self._turn = asyncio.Lock()
         self.current: OpenUpdate | None = None
@@ -284,7 +284,7 @@ class TwoPhase:
         if update.aborts_requests:
             # one socket carries both, so ranks handle the abort before the commit
             self._tokenizer_manager.abort_request(abort_all=True)
-        self._served.expect(call, update)
+        self._record.expect(call, update)
         try:
             committed = await self._commit_everywhere(call, "commit")
         except BaseException:

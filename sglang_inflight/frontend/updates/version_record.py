@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 
-class Served:
+class VersionRecord:
     """Follows the first rank's reports. Lives on the front end's event loop.
 
     The rank names its version in its answer to every commit, rollback, rename and status call. The
