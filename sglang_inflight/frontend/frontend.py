@@ -13,9 +13,9 @@ from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.rank_versions import RankVersions
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.requests.model_names import ModelNames
-from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
@@ -82,7 +82,7 @@ class Frontend(HasParts):
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         version = tokenizer_manager.config_value("weight_version")
-        self.versions = ServedVersions(self.ranks.all, version)
+        self.versions = RankVersions(self.ranks.all, version)
         # ends requests that wait in this process, by the caller's name, and returns their number
         self.end_waits: Callable[[str], int] = lambda _: 0
         # the owner of several tokenizer workers sends them its state

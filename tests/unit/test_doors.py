@@ -12,9 +12,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_inflight.extensions.contracts import checks
 from sglang_inflight.extensions.contracts.version_waits import VersionWaits
 from sglang_inflight.frontend.aio import Lifetime
+from sglang_inflight.frontend.rank_versions import RankVersions
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.frontend.requests.checks import AT_THE_DOOR, admit
-from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.errors import NotFound, Refused, Rejected
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -33,7 +33,7 @@ class FrontEnd(SimpleNamespace):
     """A front end that serves version 1, and rejects requests in a pause."""
 
     def __init__(self, *, rejects: bool) -> None:
-        versions = ServedVersions([Rank(0, 0, 0)], "1")
+        versions = RankVersions([Rank(0, 0, 0)], "1")
         manager: Any = SimpleNamespace()
         waits = VersionWaits(versions, lambda _: None, Lifetime(manager), timeout_s=60)
         super().__init__(

@@ -18,9 +18,9 @@ from sglang_inflight.extensions.contracts import ContractsSettings
 from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.frontend import FRONT_PARTS, HANDLERS, Frontend
 from sglang_inflight.frontend.handlers import Handlers
+from sglang_inflight.frontend.rank_versions import RankVersions
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.frontend.requests.checks import AT_THE_DOOR
-from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.answers import Served
 from sglang_inflight.vocabulary.bodies import WaitBody
@@ -60,7 +60,7 @@ class VersionWaits:
 
     def __init__(
         self,
-        versions: ServedVersions,
+        versions: RankVersions,
         adapter_label: Callable[[str], AdapterLabel | None],
         lifetime: Lifetime,
         *,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sglang_inflight.frontend.frontend import ANSWERS, BEHIND, FRONT_PARTS, HANDLERS, Frontend
 from sglang_inflight.frontend.handlers import Handlers
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.rank_versions import RankVersions
 from sglang_inflight.frontend.ranks import rank_of
-from sglang_inflight.frontend.served_versions import ServedVersions
 from sglang_inflight.messages import Committed, Described, RankAnswer
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import Expected
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FleetVersion:
     """Compares what is served with what the fleet serves. Lives on the front end's event loop."""
 
-    def __init__(self, versions: ServedVersions, pauses: Pauses, first: Rank) -> None:
+    def __init__(self, versions: RankVersions, pauses: Pauses, first: Rank) -> None:
         """``first`` is the rank whose digest stands for the server, as in the status."""
         self._versions = versions
         self._pauses = pauses
@@ -62,7 +62,7 @@ class FleetVersion:
         )
 
     def take_answer(self, answer: RankAnswer) -> None:
-        """Take a rank's answer, after ``ServedVersions`` did."""
+        """Take a rank's answer, after ``RankVersions`` did."""
         digest: str | None
         match answer:
             case Committed():

@@ -1,4 +1,4 @@
-"""Versions that the ranks serve, as this process knows them, and waits for a change."""
+"""The versions of the ranks, as this process knows them, and waits for a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_inflight.vocabulary.errors import Gone
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 
-class ServedVersions:
+class RankVersions:
     """The version label of every rank. Lives on the front end's event loop.
 
     A commit reaches the replicas at moments of their own. A request may go to any of them, so a
