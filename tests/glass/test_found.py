@@ -32,14 +32,14 @@ from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.glass.card import on_card
-from tests.glass.served import (
+from tests.glass.card_rank import (
     COLUMNS,
     GLASS,
     ON_HOST,
     ROWS,
     UNLIMITED,
+    CardRank,
     Model,
-    Served,
     glass,
     on_device,
     version,
@@ -54,35 +54,35 @@ def offload(model: nn.Module, name: str) -> None:
 
 @on_card()
 def test_pinned_changes_outlive_the_exchanges_that_use_them() -> None:
-    served = Served(on_device(Model()), budget=ON_HOST)
+    rank = CardRank(on_device(Model()), budget=ON_HOST)
     new = version(1)
-    served.commit(served.stage(new))
+    rank.commit(rank.stage(new))
     glass.synchronize()
-    assert served.live.previous is not None
+    assert rank.live.previous is not None
     # two exchanges around a forward of a pinned request, which takes a while
-    with served.live.previous_in_place(served.live.previous):
-        release = glass.hold(served.forward_stream)
-        served.run()
+    with rank.live.previous_in_place(rank.live.previous):
+        release = glass.hold(rank.forward_stream)
+        rank.run()
     # an update opens meanwhile, and forgets what the last one recorded
-    served.live.move(Open(partial=False))
-    served.rank._jobs._shadows.form.begin()
+    rank.live.move(Open(partial=False))
+    rank.rank._jobs._shadows.form.begin()
     # a step copies results to the host
     results = [torch.full((ROWS, COLUMNS), 7.0).pin_memory() for _ in range(4)]
     release()
     glass.synchronize()
     assert len(results) == 4
-    assert torch.equal(served.model.weight.cpu(), new["weight"])
-    assert torch.equal(served.model.other.cpu(), new["other"])
+    assert torch.equal(rank.model.weight.cpu(), new["weight"])
+    assert torch.equal(rank.model.other.cpu(), new["other"])
 
 
 @on_card()
 def test_changes_cut_by_a_later_tensor_stay_readable_for_the_device() -> None:
-    served = Served(on_device(Model()), budget=ON_HOST)
+    rank = CardRank(on_device(Model()), budget=ON_HOST)
     first, upper = version(1), torch.randn(ROWS // 2, COLUMNS)
-    served.commit(served.stage(first, {"upper": upper}, partial=True))
+    rank.commit(rank.stage(first, {"upper": upper}, partial=True))
     glass.synchronize()
     expected = torch.cat([upper, first["weight"][ROWS // 2 :]])
-    assert torch.equal(served.model.weight.cpu(), expected)
+    assert torch.equal(rank.model.weight.cpu(), expected)
 
 
 @pytest.mark.parametrize("mode", ["CHANGES", "HOST", "DEVICE"])
@@ -91,9 +91,9 @@ def test_changes_cut_by_a_later_tensor_stay_readable_for_the_device() -> None:
 def test_weight_on_the_host_is_refused_before_the_vote(name: str, mode: str) -> None:
     model = on_device(Model())
     offload(model, name)
-    served = Served(model, StagingMode[mode])
+    rank = CardRank(model, StagingMode[mode])
     with pytest.raises((Refused, Unproven), match="is kept on the host"):
-        served.stage(version(1))
+        rank.stage(version(1))
     glass.synchronize()
 
 
@@ -143,7 +143,7 @@ def latent_version(number: int) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": torch.randn(ROWS, COLUMNS) for name in names}
 
 
-def served_latent(number: int) -> Any:
+def latent_model(number: int) -> Any:
     """Return the model as SGLang serves it: loaded and finished on the device."""
     model = Latent()
     on_device(model)
@@ -153,12 +153,12 @@ def served_latent(number: int) -> Any:
     return model
 
 
-class ServedLatent:
+class LatentRank:
     """A model that SGLang finishes after loading, with its staging on the card."""
 
     def __init__(self, form: str) -> None:
         exchange_by_card()
-        self.live = served_latent(0)
+        self.live = latent_model(0)
         swap = swap_for(GLASS)
         self.form: Form
         if form == "changes":
@@ -207,18 +207,18 @@ def prove(live: nn.Module) -> Recipe:
 @pytest.mark.parametrize("form", ["changes", "device"])
 @on_card()
 def test_weights_read_on_the_device_after_loading_are_updated(form: str) -> None:
-    served = ServedLatent(form)
+    rank = LatentRank(form)
     for number in (1, 2):
-        served.update(number)
-        expected = served_latent(number)
-        assert torch.equal(served.live.kv_b.weight, expected.kv_b.weight)
-        assert torch.equal(served.live.product, expected.product)
-        assert torch.equal(served.live.a.weight, expected.a.weight)
+        rank.update(number)
+        expected = latent_model(number)
+        assert torch.equal(rank.live.kv_b.weight, expected.kv_b.weight)
+        assert torch.equal(rank.live.product, expected.product)
+        assert torch.equal(rank.live.a.weight, expected.a.weight)
 
 
 @on_card()
 def test_proof_keeps_the_checkpoint_off_the_device() -> None:
-    live = served_latent(0)
+    live = latent_model(0)
     glass.synchronize()
     before = glass.memory_allocated()
     glass.reset_peak_memory_stats()
@@ -255,7 +255,7 @@ def residual_version(number: int) -> dict[str, torch.Tensor]:
     return {"proj.weight": torch.randn(1, COLUMNS), "norm.weight": torch.randn(COLUMNS)}
 
 
-class ServedResidual(Served):
+class ResidualRank(CardRank):
     def __init__(self) -> None:
         super().__init__(on_device(Residual()))
         self.caches = self.rank.shadowed.forward_caches
@@ -264,24 +264,24 @@ class ServedResidual(Served):
 
 @on_card()
 def test_product_kept_by_a_forward_follows_a_commit() -> None:
-    served = ServedResidual()
-    served.run()
+    rank = ResidualRank()
+    rank.run()
     new = residual_version(1)
-    served.commit(served.stage(new))
-    result = served.run()
+    rank.commit(rank.stage(new))
+    result = rank.run()
     glass.synchronize()
     assert torch.equal(result.cpu(), new["norm.weight"] * new["proj.weight"].squeeze())
 
 
 @on_card()
 def test_product_that_a_graph_holds_refuses_updates_by_name() -> None:
-    served = ServedResidual()
+    rank = ResidualRank()
     graph = glass.Graph()
     with torch.no_grad(), glass.graph(graph):
-        served.model()
-    served.caches.find(in_graphs=True)
+        rank.model()
+    rank.caches.find(in_graphs=True)
     with pytest.raises(Refused, match=r"_attn_res_cw_cache.*captured CUDA graphs hold it"):
-        served.stage(residual_version(1))
+        rank.stage(residual_version(1))
 
 
 @on_card()
@@ -323,17 +323,17 @@ class Capture:
 
 @on_card()
 def test_update_is_staged_beside_a_capture() -> None:
-    served = Served(on_device(Model()))
+    rank = CardRank(on_device(Model()))
     staged: queue.SimpleQueue[Any] = queue.SimpleQueue()
     graph = glass.Graph()
     with torch.no_grad(), Capture(graph):
-        thread = threading.Thread(target=lambda: staged.put(served.stage(version(1))))
+        thread = threading.Thread(target=lambda: staged.put(rank.stage(version(1))))
         thread.start()
         thread.join()
-        result = served.model()
+        result = rank.model()
     graph.replay()
     assert not result.cpu().any()
-    served.commit(staged.get_nowait())
+    rank.commit(staged.get_nowait())
     graph.replay()
     new = version(1)
     assert torch.equal(result.cpu(), new["weight"] + new["other"])
@@ -351,14 +351,14 @@ class Large(nn.Module):
 
 @on_card(memory=128 << 20)
 def test_update_is_staged_where_the_device_has_no_room_to_compare() -> None:
-    served = Served(on_device(Large()))
+    rank = CardRank(on_device(Large()))
     free, _ = glass.mem_get_info()
     # the rest is for the spare piece of a swap, and for a table of addresses
     left = SPARE_BYTES + (2 << 20)
     kv_cache = torch.empty(free - left, dtype=torch.uint8, device=GLASS)
     new = {"weight": torch.randn(1024, 1024)}
-    sealed = served.stage(new)
+    sealed = rank.stage(new)
     assert sealed.staged_as.form == "changes on host"
-    served.commit(sealed)
-    assert torch.equal(served.model.weight.cpu(), new["weight"])
+    rank.commit(sealed)
+    assert torch.equal(rank.model.weight.cpu(), new["weight"])
     assert glass.mem_get_info()[0] < len(kv_cache)

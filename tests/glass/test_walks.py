@@ -19,13 +19,13 @@ from sglang_inflight.scheduler.update.live_machine import Open
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.glass.card import in_child
-from tests.glass.served import (
+from tests.glass.card_rank import (
     COLUMNS,
     ON_HOST,
     ROWS,
     UNLIMITED,
+    CardRank,
     Model,
-    Served,
     glass,
     on_device,
 )
@@ -52,8 +52,8 @@ class Walk:
         self._draw = random.Random(seed)
         mode, budget = FORMS[form]
         model = on_device(Model())
-        self._served = Served(model, mode, budget, overlaps=self._draw.random() < 0.7)
-        self._live = self._served.live
+        self._rank = CardRank(model, mode, budget, overlaps=self._draw.random() < 0.7)
+        self._live = self._rank.live
         self._now: Weights = {name: weight.cpu() for name, weight in model.named_parameters()}
         self._previous: Weights = self._now
         # each forward's result, and the right one
@@ -76,11 +76,11 @@ class Walk:
         for result, expected in self._results:
             assert torch.equal(result.cpu(), expected), self._steps
         for name, weight in self._now.items():
-            assert torch.equal(self._served.model.get_parameter(name).cpu(), weight), self._steps
+            assert torch.equal(self._rank.model.get_parameter(name).cpu(), weight), self._steps
         assert glass.races() == []
 
     def _run(self, version: Weights) -> None:
-        self._results.append((self._served.run(), version["weight"] + version["other"]))
+        self._results.append((self._rank.run(), version["weight"] + version["other"]))
 
     def _take_a_turn(self) -> None:
         if (previous := self._live.reachable) is not None:
@@ -100,7 +100,7 @@ class Walk:
 
         def stage() -> None:
             try:
-                sealed.append(self._served.stage(*calls, partial=is_partial))
+                sealed.append(self._rank.stage(*calls, partial=is_partial))
             except BaseException as error:
                 failed.append(error)
 
@@ -112,7 +112,7 @@ class Walk:
         if failed:
             raise failed[0]
         if commits:
-            self._served.commit(sealed[0])
+            self._rank.commit(sealed[0])
             self._now, self._previous = new, self._now
 
     def _draw_update(self) -> tuple[Weights, Sequence[Weights], bool]:

@@ -45,7 +45,7 @@ class Model(nn.Module):
                 default_weight_loader(parameters[name], tensor)
 
 
-class Served:
+class CardRank:
     """A model on the card, with the streams of a scheduler and of staging."""
 
     def __init__(
