@@ -178,10 +178,10 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
 
 def _why_not_alone(resolved: ServerArgs) -> str | None:
     """Return which value needs an extension that is off or not installed, or None."""
-    served = {argument for extension in extensions_on() for argument in extension.serves}
+    supported = {argument for extension in extensions_on() for argument in extension.serves}
     for argument, alone in ALONE.items():
         value = getattr(resolved, argument)
-        if value not in (None, alone) and argument not in served:
+        if value not in (None, alone) and argument not in supported:
             return (
                 f"SGLang Inflight needs {argument}={alone!r} here, not {value!r}: the extension "
                 "that serves it is not installed, or SGLANG_INFLIGHT_EXTENSIONS leaves it out"

@@ -29,7 +29,7 @@ class Family:
     # the configuration's fields, also nested ones
     fields: Fields = field(default_factory=dict)
     # fields of the written configuration that transformers' class does not need
-    served: Fields = field(default_factory=dict)
+    written: Fields = field(default_factory=dict)
     # parts of tensors' names, and their names in SGLang
     renames: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
@@ -158,12 +158,12 @@ FAMILIES: dict[str, Family] = {
             "ffn_config": {"ffn_hidden_size": 64, "moe_top_k": 2},
         }
     ),
-    "DeepseekV2ForCausalLM": Family(fields=DEEPSEEK, served=YARN, env=ABSORBED),
-    "DeepseekV3ForCausalLM": Family(fields=DEEPSEEK, served=YARN, env=ABSORBED),
-    "DeepseekV32ForCausalLM": Family(fields=DEEPSEEK, served=YARN, env=ABSORBED),
-    "GlmMoeDsaForCausalLM": Family(fields=DEEPSEEK, served=YARN, env=ABSORBED),
-    "Glm4MoeLiteForCausalLM": Family(fields=DEEPSEEK, served=YARN, env=ABSORBED),
-    "MiniCPM3ForCausalLM": Family(fields=LATENT, served=YARN, env=ABSORBED),
+    "DeepseekV2ForCausalLM": Family(fields=DEEPSEEK, written=YARN, env=ABSORBED),
+    "DeepseekV3ForCausalLM": Family(fields=DEEPSEEK, written=YARN, env=ABSORBED),
+    "DeepseekV32ForCausalLM": Family(fields=DEEPSEEK, written=YARN, env=ABSORBED),
+    "GlmMoeDsaForCausalLM": Family(fields=DEEPSEEK, written=YARN, env=ABSORBED),
+    "Glm4MoeLiteForCausalLM": Family(fields=DEEPSEEK, written=YARN, env=ABSORBED),
+    "MiniCPM3ForCausalLM": Family(fields=LATENT, written=YARN, env=ABSORBED),
     "LongcatFlashForCausalLM": Family(
         fields={**LATENT, "zero_expert_num": 2, "expert_ffn_hidden_size": 32}
     ),
@@ -176,32 +176,32 @@ FAMILIES: dict[str, Family] = {
         },
         flags=STATES,
     ),
-    "Qwen3NextForCausalLM": Family(fields=LINEAR, served=EVERY_SECOND, flags=STATES),
-    "Qwen3_5ForCausalLM": Family(fields=LINEAR, served=EVERY_SECOND, flags=STATES),
-    "Qwen3_5MoeForCausalLM": Family(fields=LINEAR, served=EVERY_SECOND, flags=STATES),
+    "Qwen3NextForCausalLM": Family(fields=LINEAR, written=EVERY_SECOND, flags=STATES),
+    "Qwen3_5ForCausalLM": Family(fields=LINEAR, written=EVERY_SECOND, flags=STATES),
+    "Qwen3_5MoeForCausalLM": Family(fields=LINEAR, written=EVERY_SECOND, flags=STATES),
     "Qwen3_5ForConditionalGeneration": Family(
-        fields={"text_config": LINEAR}, served={"text_config": EVERY_SECOND}, flags=STATES
+        fields={"text_config": LINEAR}, written={"text_config": EVERY_SECOND}, flags=STATES
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        fields={"text_config": LINEAR}, served={"text_config": EVERY_SECOND}, flags=STATES
+        fields={"text_config": LINEAR}, written={"text_config": EVERY_SECOND}, flags=STATES
     ),
     "OlmoeForCausalLM": Family(fields={"num_key_value_heads": 4}),
     "FalconH1ForCausalLM": Family(fields=MAMBA, flags=STATES),
-    "Gemma2ForCausalLM": Family(fields=UNCAPPED, served=GELU),
-    "Gemma2ForSequenceClassification": Family(fields=UNCAPPED, served=GELU),
-    "BertModel": Family(served=ABSOLUTE),
-    "BertForSequenceClassification": Family(served=ABSOLUTE),
-    "XLMRobertaModel": Family(served=ABSOLUTE),
-    "XLMRobertaForSequenceClassification": Family(served=ABSOLUTE),
+    "Gemma2ForCausalLM": Family(fields=UNCAPPED, written=GELU),
+    "Gemma2ForSequenceClassification": Family(fields=UNCAPPED, written=GELU),
+    "BertModel": Family(written=ABSOLUTE),
+    "BertForSequenceClassification": Family(written=ABSOLUTE),
+    "XLMRobertaModel": Family(written=ABSOLUTE),
+    "XLMRobertaForSequenceClassification": Family(written=ABSOLUTE),
     "OlmoForCausalLM": Family(fields={"num_key_value_heads": 4}),
     "PhiForCausalLM": Family(fields={"num_key_value_heads": 4, "intermediate_size": 256}),
     "MiniMaxM2ForCausalLM": Family(
-        served={"scoring_func": "sigmoid", "use_qk_norm": True, "rotary_dim": 16}
+        written={"scoring_func": "sigmoid", "use_qk_norm": True, "rotary_dim": 16}
     ),
-    "HYV3ForCausalLM": Family(served={"route_norm": True}),
+    "HYV3ForCausalLM": Family(written={"route_norm": True}),
     "Qwen2VLForConditionalGeneration": Family(
         fields={"text_config": {"rope_parameters": MROPE}},
-        served={"vision_config": {"in_chans": 3}},
+        written={"vision_config": {"in_chans": 3}},
     ),
     "Gemma3ForConditionalGeneration": Family(
         fields={"vision_config": {"vision_use_head": False}},
@@ -218,12 +218,12 @@ FAMILIES: dict[str, Family] = {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         },
         # SGLang's names of the same layers
-        served={"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        written={"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
         flags=STATES,
     ),
     "Mamba2ForCausalLM": Family(
         fields={"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
-        served={"intermediate_size": 128, "rms_norm": True},
+        written={"intermediate_size": 128, "rms_norm": True},
         flags=STATES,
     ),
     "ZayaForCausalLM": Family(fields={"num_experts_per_tok": 1, "router_hidden_size": 32}),
@@ -231,10 +231,10 @@ FAMILIES: dict[str, Family] = {
         fields={"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         flags=STATES,
     ),
-    "HunYuanDenseV1ForCausalLM": Family(fields={"head_dim": 16}, served={"use_qk_norm": True}),
+    "HunYuanDenseV1ForCausalLM": Family(fields={"head_dim": 16}, written={"use_qk_norm": True}),
     "HunYuanMoEV1ForCausalLM": Family(
         fields={"head_dim": 16, "moe_topk": [2, 2]},
-        served={
+        written={
             "use_qk_norm": True,
             "moe_intermediate_size": [128, 128],
             "num_shared_expert": [1, 1],
@@ -275,12 +275,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen3OmniMoeForConditionalGeneration": Family(
         fields={"talker_config": {"text_config": {"shared_expert_intermediate_size": 32}}}
     ),
-    "MiMoV2FlashForCausalLM": Family(served={"hybrid_layer_pattern": [0, 1]}),
+    "MiMoV2FlashForCausalLM": Family(written={"hybrid_layer_pattern": [0, 1]}),
     "MiniCPMV4_6ForConditionalGeneration": Family(
-        fields={"text_config": LINEAR}, served={"text_config": EVERY_SECOND}, flags=STATES
+        fields={"text_config": LINEAR}, written={"text_config": EVERY_SECOND}, flags=STATES
     ),
     "MiniCPMV4_7ForConditionalGeneration": Family(
-        fields={"text_config": LINEAR}, served={"text_config": EVERY_SECOND}, flags=STATES
+        fields={"text_config": LINEAR}, written={"text_config": EVERY_SECOND}, flags=STATES
     ),
     "Qwen2AudioForConditionalGeneration": Family(renames=INNER),
     "GlmAsrForConditionalGeneration": Family(renames=INNER),
@@ -293,14 +293,14 @@ FAMILIES: dict[str, Family] = {
     "TorchNativeLlamaForCausalLM": Family(LLAMA),
     "TorchNativePhi3ForCausalLM": Family("Phi3ForCausalLM"),
     "NanbeigeForCausalLM": Family(LLAMA),
-    "TeleFLMForCausalLM": Family(LLAMA, served={"use_mup": False}),
+    "TeleFLMForCausalLM": Family(LLAMA, written={"use_mup": False}),
     "MiniCPMForCausalLM": Family(
-        LLAMA, served={"scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 32}
+        LLAMA, written={"scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 32}
     ),
     "LlamaEmbeddingModel": Family("LlamaModel"),
     "LlamaForClassification": Family(
         "LlamaForSequenceClassification",
-        served={"classification_out_size": 2},
+        written={"classification_out_size": 2},
         renames={"score.": "classification_head."},
     ),
     "LlamaForSequenceClassificationWithNormal_Weights": Family(model_type="llama"),
@@ -314,29 +314,29 @@ FAMILIES: dict[str, Family] = {
     "PhiMoEForCausalLM": Family("PhimoeForCausalLM", fields={"lm_head_bias": True}),
     "QuantMixtralForCausalLM": Family("MixtralForCausalLM"),
     "EmbeddingGemmaModel": Family("Gemma3TextModel", flags=("--is-embedding",)),
-    "Contriever": Family("BertModel", served=ABSOLUTE),
-    "MiMoV2ForCausalLM": Family("MiMoV2FlashForCausalLM", served={"hybrid_layer_pattern": [0, 1]}),
+    "Contriever": Family("BertModel", written=ABSOLUTE),
+    "MiMoV2ForCausalLM": Family("MiMoV2FlashForCausalLM", written={"hybrid_layer_pattern": [0, 1]}),
     "TransformersForCausalLM": Family(
-        LLAMA, served={"architectures": [LLAMA]}, flags=("--model-impl", "transformers")
+        LLAMA, written={"architectures": [LLAMA]}, flags=("--model-impl", "transformers")
     ),
     "TransformersMoEForCausalLM": Family(
         "Qwen3MoeForCausalLM",
-        served={"architectures": ["Qwen3MoeForCausalLM"]},
+        written={"architectures": ["Qwen3MoeForCausalLM"]},
         flags=("--model-impl", "transformers"),
     ),
     "TransformersEmbeddingModel": Family(
         "Qwen3Model",
-        served={"architectures": ["Qwen3Model"]},
+        written={"architectures": ["Qwen3Model"]},
         flags=("--model-impl", "transformers", "--is-embedding"),
     ),
     "TransformersForSequenceClassification": Family(
         "Qwen3ForSequenceClassification",
-        served={"architectures": ["Qwen3ForSequenceClassification"]},
+        written={"architectures": ["Qwen3ForSequenceClassification"]},
         flags=("--model-impl", "transformers", "--is-embedding"),
     ),
     "DeepseekForCausalLM": Family(
         LLAMA,
-        served={
+        written={
             "n_routed_experts": None,
             "n_shared_experts": None,
             "first_k_dense_replace": 2,

@@ -71,7 +71,7 @@ class Refusal(Exception):
 
 
 @dataclass
-class Served:
+class Running:
     """A running server of a class."""
 
     server: Server
@@ -195,23 +195,23 @@ class _Row:
             return Result(REFUSED, str(refusal))
 
     def _compare(
-        self, a: Served, b: Served, expected: Sequence[tuple[Answers, Checksums]]
+        self, a: Running, b: Running, expected: Sequence[tuple[Answers, Checksums]]
     ) -> Result:
         assert expected[0][1] != expected[1][1], "the versions do not differ"
         assert expected[0][0] != expected[1][0], "the versions answer alike"
         folders = [self._folder / f"v{version}" for version in range(tiny.VERSIONS)]
         forms = []
         body = tensor_body(tiny.read(folders[0]))
-        steps: list[tuple[str, Served, int, Callable[[], str]]] = [
+        steps: list[tuple[str, Running, int, Callable[[], str]]] = [
             ("from disk", a, 1, lambda: a.update("disk", model_path=str(folders[1]))),
             ("from tensors", a, 0, lambda: a.update("tensor", **body)),
             ("as changes", b, 0, lambda: b.update("disk", model_path=str(folders[0]))),
         ]
-        for how, served, version, update in steps:
+        for how, running, version, update in steps:
             forms.append(update())
             answers, checksums = expected[version]
-            different = _different(served.checksums(), checksums)
-            if served.answers() != answers:
+            different = _different(running.checksums(), checksums)
+            if running.answers() != answers:
                 return Result(WRONG, f"{how}: other logits; other tensors: {different or 'none'}")
             if different:
                 return Result(WRONG, f"{how}: other tensors: {different}")
@@ -220,17 +220,17 @@ class _Row:
         return Result(STAGED)
 
     @contextlib.contextmanager
-    def _serve(self, version: int, env: dict[str, str] | None = None) -> Iterator[Served]:
+    def _serve(self, version: int, env: dict[str, str] | None = None) -> Iterator[Running]:
         model = self._folder / f"v{version}"
         env = {**ENV, **self._env, **(env or {})}
         with serve(model, *self._flags, log=self._log(version), env=env) as server:
-            yield Served(server, self._generates)
+            yield Running(server, self._generates)
 
     def _log(self, version: int) -> Path:
         return self._folder / f"log{version}"
 
 
-def _together(starts: list[Callable[[], Served]]) -> list[Served]:
+def _together(starts: list[Callable[[], Running]]) -> list[Running]:
     with ThreadPoolExecutor(len(starts)) as pool:
         return list(pool.map(lambda start: start(), starts))
 

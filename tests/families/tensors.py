@@ -96,7 +96,7 @@ def _update_sparse(rank: Rank, before: Tensors, after: Tensors) -> bool:
     return True
 
 
-def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[nn.Module, Recipe]:
+def _finishing(model: nn.Module, config: ModelConfig, start: Tensors) -> tuple[nn.Module, Recipe]:
     """Return the model before loading, and its recipe. Raise ``Unproven`` if it has none."""
     runner: Any = SimpleNamespace(model=model, model_config=config, load_config=LoadConfig())
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[
     loaded = ForwardCaches(model).memory_after_loading()
     limit = UNPACED
     return pristine, find_recipe(
-        pristine, model, torch.device("cpu"), served.items(), limit, 1 << 40, loaded
+        pristine, model, torch.device("cpu"), start.items(), limit, 1 << 40, loaded
     )
 
 

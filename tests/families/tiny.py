@@ -103,7 +103,7 @@ def _build_alike(name: str, family: Family, folder: Path) -> None:
         made = folder / f"v{version}"
         model.save_pretrained(made)
         config = json.loads((made / "config.json").read_text())
-        _write_config(made, merged(_described(config, name), family.served))
+        _write_config(made, merged(_described(config, name), family.written))
         if family.renames:
             _rename(made, family.renames)
 
@@ -111,7 +111,7 @@ def _build_alike(name: str, family: Family, folder: Path) -> None:
 def _build_named(name: str, family: Family, folder: Path) -> None:
     usual = AutoConfig.for_model(family.model_type)
     config = type(usual)(**merged(_shrunk(usual), family.fields)).to_dict()
-    config = merged(config | family.fields, family.served)
+    config = merged(config | family.fields, family.written)
     for version in range(VERSIONS):
         _write_config(folder / f"v{version}", _described(config, name))
     tensors = named.parameters(family, folder / "v0")

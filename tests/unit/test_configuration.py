@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3VLConfig
 
-from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
+from sglang_inflight.scheduler.update.checks.configuration import StartConfiguration
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration
 from sglang_inflight.scheduler.update.sources.regular_file import read_whole
 from sglang_inflight.vocabulary.errors import Refused
@@ -58,8 +58,8 @@ def served(
     *,
     end_tokens: tuple[int, ...] = (2,),
     **overrides: Any,
-) -> ServedConfiguration:
-    return ServedConfiguration(raw, shape, overrides=overrides, end_tokens=frozenset(end_tokens))
+) -> StartConfiguration:
+    return StartConfiguration(raw, shape, overrides=overrides, end_tokens=frozenset(end_tokens))
 
 
 OTHERS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -217,7 +217,7 @@ def runner_of(model_config: Any) -> Any:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> tuple[Any, ServedConfiguration]:
+def start(tmp_path: Path) -> tuple[Any, StartConfiguration]:
     """The model at a server's start, as far as files are concerned."""
     folder = tmp_path / "start"
     folder.mkdir()
@@ -229,12 +229,12 @@ def start(tmp_path: Path) -> tuple[Any, ServedConfiguration]:
         model_override_args={},
         hf_eos_token_id={2},
     )
-    found = ServedConfiguration.of(runner_of(model_config))
+    found = StartConfiguration.of(runner_of(model_config))
     assert found is not None
     return runner_of(model_config), found
 
 
-def check(folder: Path, start: tuple[Any, ServedConfiguration]) -> list[str]:
+def check(folder: Path, start: tuple[Any, StartConfiguration]) -> list[str]:
     runner, configuration = start
     said: list[str] = []
     opened = Folder(str(folder), named=str(folder))
@@ -244,7 +244,7 @@ def check(folder: Path, start: tuple[Any, ServedConfiguration]) -> list[str]:
 
 
 def test_start_is_compared_even_if_its_file_was_written_over(
-    tmp_path: Path, start: tuple[Any, ServedConfiguration]
+    tmp_path: Path, start: tuple[Any, StartConfiguration]
 ) -> None:
     (tmp_path / "start" / "config.json").write_text(json.dumps({**QWEN, "rope_theta": 1e4}))
     with pytest.raises(Refused, match="rope_theta"):
@@ -261,7 +261,7 @@ def test_part_that_sglang_serves_is_compared_as_the_whole(tmp_path: Path) -> Non
         model_override_args={},
         hf_eos_token_id=None,
     )
-    configuration = ServedConfiguration.of(runner_of(model_config))
+    configuration = StartConfiguration.of(runner_of(model_config))
     assert configuration is not None
     (tmp_path / "saved").mkdir()
     Qwen3VLConfig.from_dict(VISION).save_pretrained(tmp_path / "saved")
@@ -269,7 +269,7 @@ def test_part_that_sglang_serves_is_compared_as_the_whole(tmp_path: Path) -> Non
 
 
 def test_folder_without_a_configuration_is_taken(
-    tmp_path: Path, start: tuple[Any, ServedConfiguration]
+    tmp_path: Path, start: tuple[Any, StartConfiguration]
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert check(tmp_path, start) == []
@@ -289,7 +289,7 @@ def append(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("change", [replace, append])
 def test_configuration_changed_after_the_check_of_its_size_is_not_read(
     tmp_path: Path,
-    start: tuple[Any, ServedConfiguration],
+    start: tuple[Any, StartConfiguration],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path, bytes], None],
 ) -> None:
@@ -314,7 +314,7 @@ def test_configuration_changed_after_the_check_of_its_size_is_not_read(
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_configuration_that_cannot_be_read_is_refused(
-    tmp_path: Path, start: tuple[Any, ServedConfiguration], name: str
+    tmp_path: Path, start: tuple[Any, StartConfiguration], name: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     path = tmp_path / name
@@ -335,7 +335,7 @@ def test_failure_of_the_file_system_is_not_a_missing_configuration(tmp_path: Pat
 
 
 def test_end_token_of_the_generation_config_is_told(
-    tmp_path: Path, start: tuple[Any, ServedConfiguration]
+    tmp_path: Path, start: tuple[Any, StartConfiguration]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
@@ -345,6 +345,6 @@ def test_end_token_of_the_generation_config_is_told(
 
 def test_missing_or_unreadable_file_of_the_start_compares_nothing(tmp_path: Path) -> None:
     model_config: Any = SimpleNamespace(model_path=str(tmp_path), revision=None)
-    assert ServedConfiguration.of(runner_of(model_config)) is None
+    assert StartConfiguration.of(runner_of(model_config)) is None
     (tmp_path / "config.json").write_text("{")
-    assert ServedConfiguration.of(runner_of(model_config)) is None
+    assert StartConfiguration.of(runner_of(model_config)) is None

@@ -146,7 +146,7 @@ class Adapters:
                 return last.version, last.digest
         return str(next(self._loads)), None
 
-    def served(self, name: str) -> AdapterLabel | None:
+    def label_of(self, name: str) -> AdapterLabel | None:
         """Return the version that new requests of the adapter ``name`` get; None if not loaded."""
         tokenizer_manager = self._tokenizer_manager
         if (
@@ -456,7 +456,7 @@ class Adapters:
 def make_adapters(frontend: Frontend, tokenizer_manager: TokenizerManager) -> Adapters:
     made = Adapters(tokenizer_manager, frontend.ranks, frontend.can, frontend.in_background)
     made.on_change = frontend.versions.notify
-    frontend.adapter_label = made.served
+    frontend.adapter_label = made.label_of
     frontend.control_calls.after = made.check_load
     return made
 

@@ -248,7 +248,7 @@ class _Slots:
                 f"tensor {self.sent(name)} reaches no weight: it is not of the language model"
             )
         module = _in_layer(path)
-        served, expert = self._find(layer, name, module)
+        own, expert = self._find(layer, name, module)
         try:
             target = get_target_module_name(name, self._targets)
         except ValueError as error:
@@ -260,24 +260,24 @@ class _Slots:
             raise Refused(
                 f"tensor {self.sent(name)}: SGLang has one adapter for {list_names(sharing)}"
             )
-        self._put((layer, f"{served}.{expert}"), part, name, tensor)
+        self._put((layer, f"{own}.{expert}"), part, name, tensor)
 
     def _find(self, layer: int, name: str, module: str) -> tuple[str, str]:
-        """Return the served module that ``module`` means, both paths in the layer.
+        """Return the model's own module that ``module`` means, both paths in the layer.
 
         For experts also return the rest of the path: the expert's number, if any, and its part.
         """
         taken, parts = self._modules_in(layer), module.split(".")
-        for served, target in taken.items():
-            end = served.rpartition(".")[2]
+        for own, target in taken.items():
+            end = own.rpartition(".")[2]
             if end not in parts or (target is not None and parts[-1] != end):
                 continue
             # of a path of experts, the part that names all experts
             count = len(parts) if target is not None else parts.index(end) + 1
-            if _has_in_order(parts[:count], served) or _has_in_order(served.split("."), module):
+            if _has_in_order(parts[:count], own) or _has_in_order(own.split("."), module):
                 expert = parts[count:]
                 self._refuse_absent_expert(name, expert)
-                return served, ".".join(expert)
+                return own, ".".join(expert)
         both = ", and experts need gate_up_proj and down_proj" if "experts" in module else ""
         raise Refused(
             f"tensor {self.sent(name)} reaches no weight: nothing named {module!r} has "

@@ -93,7 +93,7 @@ class Pins:
             return FINISH_ABORT(pin.why, pin.status)
         why = (
             f"The server lost the weights {pin.label.version!r} (epoch {pin.label.epoch}), which "
-            f"the request names in {WEIGHT_VERSION}: {self._served()}"
+            f"the request names in {WEIGHT_VERSION}: {self._say_served()}"
         )
         # a status would take its tokens from the request
         return FINISH_ABORT(why, None if req.output_ids else HTTPStatus.SERVICE_UNAVAILABLE)
@@ -104,9 +104,11 @@ class Pins:
             return Pin(live.weights, self._versions.label)
         if previous is not None and name == previous.version:
             return Pin(previous.weights, previous.label)
-        return Unreachable(f"{WEIGHT_VERSION} is {name!r}: {self._served()}", HTTPStatus.CONFLICT)
+        return Unreachable(
+            f"{WEIGHT_VERSION} is {name!r}: {self._say_served()}", HTTPStatus.CONFLICT
+        )
 
-    def _served(self) -> str:
+    def _say_served(self) -> str:
         previous = self._live.reachable
         before = "no previous version" if previous is None else f"{previous.version!r} before it"
         return f"it has {self._versions.current!r}, and {before}"

@@ -107,14 +107,14 @@ class Forward:
 
     def mount(self, app: FastAPI, ours: Sequence[BaseRoute]) -> None:
         """Put forwarding routes before ``ours``, and keep ``ours`` for the OpenAPI schema."""
-        served = [
+        routes = [
             (route.path, sorted(route.methods or ()))
             for route in ours
             if isinstance(route, APIRoute) and route.path not in HERE
         ]
         app.router.routes[:0] = [
             Route(path, self, methods=methods, include_in_schema=False)
-            for path, methods in (*served, FLUSH)
+            for path, methods in (*routes, FLUSH)
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

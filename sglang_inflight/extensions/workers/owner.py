@@ -178,7 +178,7 @@ class Owner:
             load_format=manager.config_value("load_format"),
             initial_weights_loaded=manager.initial_weights_loaded,
             paused=manager.is_pause,
-            served=manager.inflight.versions.labels,
+            labels=manager.inflight.versions.labels,
             adapter_versions=manager.inflight.part(Adapters).versions,
             rejects=manager.inflight.pauses.rejects,
             hollow=manager.inflight.is_hollow,

@@ -38,7 +38,7 @@ class ServerState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     initial_weights_loaded: bool
     paused: bool
     # the ranks' different labels of versions
-    served: tuple[VersionLabel, ...]
+    labels: tuple[VersionLabel, ...]
     # adapters' names and the versions of their last loads
     adapter_versions: tuple[tuple[str, str], ...]
     # a held pause rejects new requests

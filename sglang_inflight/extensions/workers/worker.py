@@ -186,7 +186,7 @@ class Worker:
         refs = map(as_sglangs, state.reloadable)
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
         # last, because these let waiting requests through
-        self._frontend.versions.replace(state.served)
+        self._frontend.versions.replace(state.labels)
         self._frontend.part(Adapters).follow(state.adapter_versions)
 
     def _uses_have_changed(self) -> None:

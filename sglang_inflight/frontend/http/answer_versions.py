@@ -65,9 +65,9 @@ class AnswerVersions:
 class AnswerHeaders:
     """ASGI middleware: add the headers to answers of the generating routes."""
 
-    def __init__(self, app: Any, *, served: Callable[[], VersionLabel]) -> None:
+    def __init__(self, app: Any, *, label: Callable[[], VersionLabel]) -> None:
         self._app = app
-        self._served = served
+        self._label = label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or get_route_path(scope) not in ROUTES:
@@ -92,13 +92,13 @@ class AnswerHeaders:
 
     def _headers(self, notes: AnswerVersions, status: int) -> list[tuple[bytes, bytes]]:
         if status == HTTPStatus.OK:
-            served = self._served()
-            start = notes.start or {"version": served.version, "epoch": served.epoch}
+            label = self._label()
+            start = notes.start or {"version": label.version, "epoch": label.epoch}
             headers = _of_span(start, "-start")
             if notes.end is not None:
                 headers |= _of_span(notes.end, "-end")
         elif status == HTTPStatus.SERVICE_UNAVAILABLE:
-            headers = headers_of(RetryLater("", self._served()))
+            headers = headers_of(RetryLater("", self._label()))
         else:
             headers = {}
         return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -86,7 +86,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
                 methods=[call.method],
                 openapi_extra=_describe(call.body) if call.method == "POST" else None,
             )
-    ours = {served for route in router.routes for served in _serves(route)}
+    ours = {key for route in router.routes for key in _serves(route)}
     for route in app.router.routes:
         if isinstance(route, APIRoute) and _serves(route) <= ours:
             # SGLang's route is shadowed: describe only ours
@@ -95,7 +95,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     app.add_exception_handler(InflightError, _refuse)
     # the last middleware is the innermost: behind the ones for API keys and headers
     app.user_middleware += [
-        Middleware(AnswerHeaders, served=lambda: frontend.versions.first),
+        Middleware(AnswerHeaders, label=lambda: frontend.versions.first),
         Middleware(
             RefuseFields, shapes=dict.fromkeys(CONTRACTS_REFUSED, Contract), refuse=not_taken
         ),

@@ -43,8 +43,8 @@ class ModelNames:
             if model == DEFAULT:
                 raise Refused(
                     f"the model {model!r} is ambiguous: it is an adapter, and the default of a "
-                    f"body without a model. Use {self._served!r} for the model, or "
-                    f"'{self._served}:{DEFAULT}' for the adapter"
+                    f"body without a model. Use {self._model_name!r} for the model, or "
+                    f"'{self._model_name}:{DEFAULT}' for the adapter"
                 )
             return model
         names = self._names()
@@ -69,17 +69,17 @@ class ModelNames:
                 return adapter.strip()
         raise NotFound(
             f"the model {model!r} does not exist: no adapter of the name is loaded, and the served "
-            f"model is called {self._served!r}, {self._tokenizer_manager.model_path!r} "
+            f"model is called {self._model_name!r}, {self._tokenizer_manager.model_path!r} "
             f"or {DEFAULT!r}. SGLANG_INFLIGHT_MODEL_NAMES=any accepts any name for it"
         )
 
     @property
-    def _served(self) -> str:
+    def _model_name(self) -> str:
         return self._tokenizer_manager.served_model_name
 
     def _names(self) -> list[str]:
         """Return names of the served model, longest first: a name may be another plus a colon."""
-        now = (self._served, self._tokenizer_manager.model_path)
+        now = (self._model_name, self._tokenizer_manager.model_path)
         return sorted({*self._at_start, *now, DEFAULT, ""}, key=len, reverse=True)
 
     def _is_adapter(self, name: str) -> bool:

@@ -25,7 +25,7 @@ from sglang_inflight.messages import (
     TensorSource,
     is_sparse,
 )
-from sglang_inflight.scheduler.update.checks.configuration import ServedConfiguration
+from sglang_inflight.scheduler.update.checks.configuration import StartConfiguration
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -121,7 +121,7 @@ class ShadowedModel:
         self.runner = runner
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
-        self.configuration = ServedConfiguration.of(runner)
+        self.configuration = StartConfiguration.of(runner)
         self._parameters = parameters
         self.forward_caches = forward_caches or ForwardCaches(runner.model)
         # called before each write of a parameter

@@ -23,7 +23,7 @@ WITH_ADAPTERS = (
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A server, its model, and the rank of the adapters that it takes (0: none)."""
 
     server: Server
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["adapters", "weights"])
 def served(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+) -> Iterator[ServedModel]:
     """A server in float32, to which TRL sends adapters, or all weights."""
     python_of("trl")
     rank = RANK if request.param == "adapters" else 0
@@ -51,4 +51,4 @@ def served(
         log=tmp_path_factory.mktemp("logs") / "server.log",
         env={"SGLANG_INFLIGHT_VLLM_ROUTES": "1", "SGLANG_INFLIGHT_PAUSE_LEASE_S": "30"},
     ) as server:
-        yield Served(server, model, rank)
+        yield ServedModel(server, model, rank)

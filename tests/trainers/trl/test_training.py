@@ -16,7 +16,7 @@ import torch
 from harness import marker
 from harness.server import Server
 from tests.support.load import ask, status, until
-from tests.trainers.trl.conftest import Served
+from tests.trainers.trl.conftest import ServedModel
 from tests.trainers.trl.policy import Reference
 from tests.trainers.trl.processes import PATIENCE_S, running
 from tests.trainers.trl.recorder import COMPLETIONS, LOAD_ADAPTER, Completion, Recorder
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 
 @pytest.fixture
-def recorder(served: Served, tmp_path: Path) -> Iterator[Recorder]:
+def recorder(served: ServedModel, tmp_path: Path) -> Iterator[Recorder]:
     kept = tmp_path / "kept"
     kept.mkdir()
     with Recorder(served.server, kept).serving() as recorder:
         yield recorder
 
 
-def settings(served: Served, recorder: Recorder, output: Path, **more: Any) -> dict[str, Any]:
+def settings(served: ServedModel, recorder: Recorder, output: Path, **more: Any) -> dict[str, Any]:
     """Return a trainer's settings, and have the recorder keep what that trainer sends."""
     output.mkdir(exist_ok=True)
     recorder.synced = output / "policy.safetensors"
@@ -58,7 +58,7 @@ def settings(served: Served, recorder: Recorder, output: Path, **more: Any) -> d
 
 
 def test_training_labels_every_token_with_the_policy_that_made_it(
-    served: Served, recorder: Recorder, tmp_path: Path
+    served: ServedModel, recorder: Recorder, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
     with running(
@@ -76,7 +76,7 @@ def test_training_labels_every_token_with_the_policy_that_made_it(
 
 
 def test_trainer_killed_in_a_sync_is_replaced_and_trains_on(
-    served: Served, recorder: Recorder, tmp_path: Path
+    served: ServedModel, recorder: Recorder, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
     sync = LOAD_ADAPTER if served.rank else UPDATE
@@ -104,7 +104,7 @@ def test_trainer_killed_in_a_sync_is_replaced_and_trains_on(
     expect_policies(served, recorder)
 
 
-def expect_serving(served: Served) -> None:
+def expect_serving(served: ServedModel) -> None:
     body = {"model": str(served.model), "prompt": [5], "max_tokens": 3, "ignore_eos": True}
     answer = ask(served.server, "POST", COMPLETIONS, body)
     assert answer["usage"]["completion_tokens"] == 3
@@ -144,7 +144,7 @@ def expect_none_lost(server: Server, recorder: Recorder) -> None:
     assert server.is_alive()
 
 
-def expect_policies(served: Served, recorder: Recorder) -> None:
+def expect_policies(served: ServedModel, recorder: Recorder) -> None:
     """Expect the log-probabilities of each token to be those of the policy that its span names."""
     reference = Reference(served.model)
     spans: dict[Any, list[tuple[Completion, slice]]] = defaultdict(list)
@@ -190,7 +190,7 @@ def _adapter_spans(completion: Completion, recorder: Recorder) -> list[tuple[Any
 
 
 def _worst(
-    reference: Reference, served: Served, policy: Path, parts: list[tuple[Completion, slice]]
+    reference: Reference, served: ServedModel, policy: Path, parts: list[tuple[Completion, slice]]
 ) -> float:
     """Return the largest difference between what was said of the parts and what ``policy`` says."""
     if served.rank:

@@ -87,7 +87,7 @@ class Difference(NamedTuple):
         return f"{shorten(self.key)} is {theirs} there, and {ours} here"
 
 
-class ServedConfiguration:
+class StartConfiguration:
     """The configuration with which SGLang has built a model."""
 
     def __init__(
@@ -187,13 +187,13 @@ class ServedConfiguration:
 
     def _differences(self, raw: Mapping[str, Any]) -> Iterator[Difference]:
         yield from self._other_quantization(raw)
-        kind, served_kind = raw.get("model_type"), self._raw.get("model_type")
+        kind, own_kind = raw.get("model_type"), self._raw.get("model_type")
         if kind is None:
             # no configuration of transformers: nothing stands for what it leaves out
             ours, theirs = dict(_flat(self._raw)), dict(_flat(raw))
             ours = {key: value for key, value in ours.items() if key in theirs}
-        elif kind != served_kind:
-            yield Difference("model_type", kind, served_kind)
+        elif kind != own_kind:
+            yield Difference("model_type", kind, own_kind)
             return
         else:
             try:
@@ -238,13 +238,13 @@ class ServedConfiguration:
                 yield Difference(f"{name}.{key}", one.get(key), other.get(key))
 
 
-def _shape_of(model_type: Any, served: PretrainedConfig) -> type[PretrainedConfig] | None:
+def _shape_of(model_type: Any, own: PretrainedConfig) -> type[PretrainedConfig] | None:
     """Return the class that reads files of ``model_type``, None if there is none.
 
     SGLang serves some models by a part of their configuration.
     """
-    if getattr(served, "model_type", None) == model_type:
-        return type(served)
+    if getattr(own, "model_type", None) == model_type:
+        return type(own)
     # its ``get`` finds nothing
     with suppress(KeyError):
         shape: type[PretrainedConfig] = CONFIG_MAPPING[model_type]

@@ -30,7 +30,7 @@ from sglang_inflight.messages import SPARSE, DiskSource
 from sglang_inflight.scheduler.update.checks.configuration import (
     CONFIG,
     GENERATION_CONFIG,
-    ServedConfiguration,
+    StartConfiguration,
 )
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
@@ -188,23 +188,23 @@ def naming(folder: Folder) -> Iterator[None]:
 def check_configuration(
     folder: Folder,
     runner: ModelRunner,
-    served: ServedConfiguration | None,
+    start: StartConfiguration | None,
     warn: Callable[[str], None],
 ) -> None:
     """Raise ``Refused`` if the folder's ``config.json`` is of another model, or computes otherwise.
 
-    ``served`` is None if the start's file is not known. A folder without the file passes. ``warn``
+    ``start`` is None if the start's file is not known. A folder without the file passes. ``warn``
     gets what the update does not take over.
     """
     config = _read_object(folder, CONFIG)
     if config is None:
         return
     _check_architecture(config, runner)
-    if served is None:
+    if start is None:
         return
-    served.refuse_another(config)
+    start.refuse_another(config)
     generation = _read_object(folder, GENERATION_CONFIG) or {}
-    if (warning := served.why_it_ends_elsewhere(config, generation)) is not None:
+    if (warning := start.why_it_ends_elsewhere(config, generation)) is not None:
         warn(warning)
 
 
@@ -224,17 +224,15 @@ def _read_object(folder: Folder, name: str) -> dict[str, Any] | None:
 
 def _check_architecture(config: Mapping[str, Any], runner: ModelRunner) -> None:
     found = config.get("architectures")
-    served = runner.model_config.hf_config.architectures
-    if not found or not served:
+    own = runner.model_config.hf_config.architectures
+    if not found or not own:
         return
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise Refused(
             f"architectures in {CONFIG} must be a list of names, not {shorten(repr(found))}"
         )
-    if found != served:
-        raise Refused(
-            f"it is a {shorten(', '.join(found))}; this server serves a {', '.join(served)}"
-        )
+    if found != own:
+        raise Refused(f"it is a {shorten(', '.join(found))}; this server serves a {', '.join(own)}")
 
 
 def _select(folder: Folder, runner: ModelRunner, load_format: LoadFormat) -> tuple[list[str], bool]:
