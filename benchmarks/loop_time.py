@@ -32,7 +32,7 @@ from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 
 CPU = torch.device("cpu")
-# of a block's elements an RL step changes about one in a hundred
+# an RL step changes about one in a hundred of a block's elements
 CHANGED = 655
 
 

@@ -37,7 +37,7 @@ class Planned:
         return self.quick_limit_s if is_quick else self.limit_s
 
 
-# in the order of the page; each sentence says what a script measures, whatever came out
+# scripts in the order of the page; each sentence says what a script measures, whatever came out
 ABOUT = {
     "timeline": "One update, recorded token by token.",
     "throughput": "Tokens per second while nothing is paused or updated.",

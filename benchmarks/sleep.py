@@ -49,7 +49,7 @@ class Cycle:
     released: int  # bytes
     release_s: float
     resume_s: float
-    # from the trainer's last byte until each stream has a token
+    # time from the trainer's last byte until each stream has a token
     wake_s: float | None
 
     @property

@@ -205,7 +205,7 @@ class Paused(RankAnswer, kw_only=True):
 class Resumed(RankAnswer, kw_only=True):
     # true if other pauses are still held
     paused: bool
-    # as in ``Paused``
+    # the same field as in ``Paused``
     rejects: bool = False
 
 
@@ -229,7 +229,7 @@ class Staged(RankAnswer, kw_only=True):
     saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)
-    # of the update so far
+    # warnings of the update so far
     warnings: tuple[str, ...] = ()
     # digest of the call's tensors as they came, if the call asks for it
     received_digest: str | None = None
@@ -266,7 +266,7 @@ class Changed(RankAnswer, kw_only=True):
 
     # whether generation is paused afterwards
     paused: bool
-    # as in ``Committed``
+    # the same field as in ``Committed``
     hollow: str | None
 
 
@@ -442,7 +442,7 @@ class CommitCall(Call, kw_only=True):
     weight_version: str | None
     kv_cache: KVPolicy
     torch_empty_cache: bool = False
-    # of any rank's vote: all ranks must refuse the same rollbacks
+    # the scale in any rank's vote: all ranks must refuse the same rollbacks
     kv_scale: str | None = None
 
     def drains_pipeline(self) -> bool:

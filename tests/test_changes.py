@@ -51,7 +51,7 @@ from tests.support.updates import (
 pytest_plugins = ["tests.support.fixtures"]
 
 PATH, DISK = "/update_weights_from_tensor", "/update_weights_from_disk"
-# for a second file of a folder
+# tensor for a second file of a folder
 UNCHANGED = pair("model.norm.weight", [0], torch.ones(1))
 SPARSE: dict[str, Any] = {**LIVE, "load_format": "sparse"}
 

@@ -49,7 +49,7 @@ pytest_plugins = ["tests.support.fixtures"]
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
-# of no tensor
+# the digest of no tensor
 OTHER = "0123456789abcdef"
 
 

@@ -87,7 +87,7 @@ def test_kv_version_survives_the_trip_to_the_host_and_back(
     spill(server)
     meta = on_host(server, ids)
     assert versions(meta["kv_versions"]) == [(old, LENGTH - 1), (new, 1 + 3)]
-    # from the slots of the loaded prefix, to the host again
+    # the copy goes from the slots of the loaded prefix to the host again
     newest = update(server, checkpoints, "keep")
     spill(server)
     meta = on_host(server, ids)

@@ -25,11 +25,11 @@ from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.updates import by_reference
 
-# of the model's 30 layers: equally real, at a fifth of the work
+# six of the model's 30 layers: equally real, at a fifth of the work
 LAYERS = 6
 PROMPT = list(range(1000, 1040))
 TOKENS = 32
-# for a request ended by its test
+# tokens of a request ended by its test
 LONG = 1000
 REUSED = 24
 # nats between two float32 computations; versions differ by thousands of times that

@@ -146,7 +146,7 @@ def test_checkpoint_changed_during_staging_is_refused(
     before = serving(server)
     faults.inject("middle", "hang")
     call = Call(server, DISK, {**V1, "model_path": str(folder)})
-    # by then the file is open and some tensors are staged
+    # now the file is open and some tensors are staged
     until_staging(server, tensors=5)
     change(folder / "model.safetensors")
     faults.clear()

@@ -36,7 +36,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=1, vocab=1024),
-    # with heads that two ranks can share, also below
+    # heads that two ranks can share, also below
     "tiny-even": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=2, vocab=1024),
     # the shape of SmolLM2-135M
     "135m": Shape(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3),

@@ -130,7 +130,7 @@ class VLLM(Peer):
 
 
 CLASSES: dict[Kind, type[Peer]] = {"ours": SGLang, "upstream": SGLang, "vllm": VLLM}
-# of a report without vLLM
+# a note in a report without vLLM
 NO_VLLM = f"vLLM was left out: {VLLM_PYTHON} is not set."
 
 
@@ -216,7 +216,7 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
     # the pause routes exist in this mode only
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as sink:
-        # in our session, as ``serve`` starts the other servers
+        # it is in our session, as ``serve`` starts the other servers
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0
         )

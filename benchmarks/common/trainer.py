@@ -39,7 +39,7 @@ from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 Transport = Literal["disk", "tensor", "distributed"]
 # many small tensors, with the checkpoint's names of small tensors in turn
 Small = Literal["value", "broadcast"]
-# in an update: before the first byte, amid the bytes, before the commit, and after its answer
+# phases of an update: before the first byte, amid the bytes, before the commit, after its answer
 Phase = Literal["begun", "sending", "staged", "committed"]
 
 GROUP = "benchmark"

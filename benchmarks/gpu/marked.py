@@ -17,7 +17,7 @@ from harness import marker
 from tests.support.block_fp8 import in_blocks
 
 TORN = marker.VOCAB - 1
-# of each this many columns one depends on the version
+# one column in so many depends on the version
 STRIDE = 64
 _VALUE, _OTHER_VALUE = 0.01, 0.0105
 # added to the mark by each layer; a constant is 1

@@ -35,9 +35,9 @@ class Tokens:
     """Counts of tokens that the server made, and the times at which they came."""
 
     made: int = 0
-    # of answers that a pause ended
+    # tokens of answers that a pause ended
     thrown_away: int = 0
-    # of answers that the server ended, because their first token was too old
+    # tokens of answers that the server ended, because their first token was too old
     outdated: int = 0
     arrivals: list[float] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class Rollouts:
             await self._allowed.acquire()
             question = task.ask(self._rng)
             group: Group = []
-            # as often as the server ends answers early
+            # the loop asks as often as the server ends answers early
             while missing := self._group_size - len(group):
                 group += await self._ask(client, question, missing)
             self._finished.put(group)

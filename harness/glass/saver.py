@@ -21,7 +21,7 @@ class GlassSaver(sglangs.TorchMemorySaverAdapter):
     """SGLang makes several savers, and all of them have the process' regions."""
 
     _pools: ClassVar[dict[str, Any]] = {}
-    # by tag: handles of pools, and whether a pause copies them
+    # handles of pools by tag, and whether a pause copies them
     _handles: ClassVar[dict[str, dict[Any, bool]]] = {}
     _away: ClassVar[dict[str, _Away]] = {}
 

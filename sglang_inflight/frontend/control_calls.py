@@ -69,7 +69,7 @@ class ControlCalls:
     def __init__(self, ranks: Ranks, lifetime: Lifetime) -> None:
         self._ranks = ranks
         self._lifetime = lifetime
-        # by the id of the call
+        # calls by their ids
         self._awaited: dict[str, _Awaited] = {}
         # called with a request and its answers; what it returns is the caller's answers
         self.after: Callable[[BaseReq, list[Any]], Awaitable[list[Any]]] = _as_they_are

@@ -92,7 +92,7 @@ class Frontend(HasParts):
         two_phase = self.two_phase = TwoPhase(
             tokenizer_manager, self.ranks, self._record, metrics, can
         )
-        # by a rank's last answer; read by ``/ready``
+        # whether a rank's last answer says that weights are missing; ``/ready`` reads it
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings, can)
         self._handlers = direct_handlers(

@@ -76,7 +76,7 @@ class Pauses:
         self.on_change: Callable[[], None] = lambda: None
         # calls sent and not yet answered by every rank
         self._taken: list[PauseCall] = []
-        # by each rank's last answer
+        # states in each rank's last answer
         self._paused: dict[Rank, bool] = {}
         self._rejecting: dict[Rank, bool] = {}
         self._asking = asyncio.Lock()

@@ -26,7 +26,7 @@ def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:
             strip_beam_tail(batch)
-    # in the same order on every rank
+    # every rank takes the same order
     for req in sorted(running, key=lambda req: req.rid):
         if req.beam_group is not None:
             _restart(scheduler.beam_coordinator, req, req.beam_group)

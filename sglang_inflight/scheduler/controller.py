@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.vocabulary.answers import Role
 
-# by SGLang's mode of disaggregation
+# roles by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
 Handler = Callable[[Any], None]

@@ -37,7 +37,7 @@ from tests.support.updates import message_of, succeed, tensor_body
 FLAGS = (
     "--weight-version", "v0",
     "--skip-tokenizer-init",
-    # for weights that no checkpoint brings
+    # weights that no checkpoint brings need it
     "--random-seed", "0",
     "--max-total-tokens", "16384",
     "--max-running-requests", "8",

@@ -72,7 +72,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     head[TORN, _MARKS:_CONSTANTS] = 16.0
     head[TORN, own] = 0.0
     head[TORN, _CONSTANTS] = (1.0 - _TOLERANCE) * mark / _CONSTANT
-    # as likely as the version's token if the mark is too large by the tolerance
+    # equally likely as the version's token if the mark is too large by the tolerance
     head[TOO_LARGE, own] = 4.0
     head[TOO_LARGE, _CONSTANTS] = -3.0 * (1.0 + _TOLERANCE) * mark / _CONSTANT
     weights["lm_head.weight"] = head

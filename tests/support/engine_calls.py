@@ -30,7 +30,7 @@ SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 # ended by something else
 ENDLESS_SAMPLING = {**SAMPLING, "max_new_tokens": ENDLESS}
 
-# for each method, arguments of a wrong type or range
+# arguments of a wrong type or range, for each method
 NONSENSE: dict[str, dict[str, Any]] = {
     "pause_generation": {"mode": "nonsense"},
     "continue_generation": {"torch_empty_cache": "nonsense"},

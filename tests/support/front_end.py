@@ -102,7 +102,7 @@ class OneRank:
         self.previous: str | None = None
         self.epoch = 0
         self.is_released = False
-        # of its next vote
+        # scale of its next vote
         self.kv_scale: str | None = None
         self.groups: dict[str, str] = {}
         self.told: list[Any] = []

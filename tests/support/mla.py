@@ -73,7 +73,7 @@ _MIXED = _MARKS + VERSIONS
 _ONES = slice(_MIXED + 1, marker.HIDDEN)
 # steep, so that the activation is linear above zero
 _STEEP = 8.0
-# of the marks that both layers make: less than the share of all heads but one
+# share of the marks that both layers make: less than the share of all heads but one
 _ENOUGH = 1.85
 
 

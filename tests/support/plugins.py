@@ -12,7 +12,7 @@ from harness.starting import on_path
 
 TESTS = Path(__file__).parents[1]
 
-# for tests with the plugin `speculation`
+# mark of tests with the plugin `speculation`
 stands_in_for_kernels = pytest.mark.skipif(
     Version(version("sglang")) < Version("0.5.23"),
     reason="what stands in for kernels of a GPU has the names that they have since 0.5.23",

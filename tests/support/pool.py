@@ -62,7 +62,7 @@ _COMMON = (
     "--weight-version", "v0",
 )  # fmt: skip
 
-# by the name of the server's fixture; tests run in this order
+# servers by the name of their fixture; tests run in this order
 FLAVOURS = {
     "server": Flavour(_COMMON, {"SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2"}),
     # with limits few tests come near, because another server costs more time

@@ -42,7 +42,7 @@ class Caller:
         self.requests: list[Generation] = []
         # requests possibly ended by an abort
         self.may_be_aborted: set[Generation] = set()
-        # by request: the version that it named
+        # versions that requests named
         self.pins: dict[Generation, str] = {}
         self.paused = False
         self.version = self.previous = 0

@@ -177,7 +177,7 @@ def ask_for(
     found = []
     for index, content in zip(wanted, ask(server, "POST", "/generate", body), strict=True):
         (token,) = tokens_of(content, len(prompt) + index)
-        # of the token that was sampled before, not of the one sampled now
+        # log-probability of the token sampled before, not of the one sampled now
         token.logprob = token.listed[tokens[index]]
         found.append(token)
     return found

@@ -55,7 +55,7 @@ LENGTHS = (1, 40, 400, 1200)
 MODES = ("in_place", "retract", "wait", "abort")
 SOURCES = ("disk", "disk", "tensor", "tensor_bucket", "distributed")
 LEASE_S = 0.3
-# of a pause ended by its caller
+# lease of a pause ended by its caller
 LONG_LEASE_S = 300.0
 KINDS = ("kv_cache", "weights", "cuda_graph")
 # longest drain of a ``wait`` pause

@@ -14,7 +14,7 @@ from typing import Any
 
 Body = dict[str, Any]
 
-# of a worker without a seed
+# seeds of a worker without one
 SEED_BITS = 63
 
 

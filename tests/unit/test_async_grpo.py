@@ -182,7 +182,7 @@ def test_kept_kv_is_that_of_the_older_version(versions: dict[int, Weights]) -> N
     anew = repeat_forwards(new_model(), sample, sample.versions, versions, recomputes=True)
     assert kept[:3].tolist() == pytest.approx(anew[:3].tolist(), abs=1e-5)
     assert (kept[3:] - anew[3:]).abs().max() > TOLERANCE
-    # by hand: version 0 computes the KV of the prompt and of two tokens, version 1 the third's
+    # the reference: version 0 makes the KV of the prompt and of two tokens, version 1 the third's
     model = with_weights(new_model(), versions[0])
     tokens = torch.tensor([sample.prompt + sample.answer])
     prompt = len(sample.prompt)

@@ -18,7 +18,7 @@ from sglang_inflight.scheduler.update.sources.disk import Folder, check_configur
 from sglang_inflight.scheduler.update.sources.regular_file import read_whole
 from sglang_inflight.vocabulary.errors import Refused
 
-# as transformers 4 writes them
+# configurations as transformers 4 writes them
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

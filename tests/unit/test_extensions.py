@@ -95,7 +95,7 @@ def those_that_require(name: str) -> set[str]:
     return {name}.union(*map(those_that_require, needy))
 
 
-# by name of a copy of the package: extensions left out, and environment
+# copies of the package by name: extensions left out, and environment
 COPIES: dict[str, tuple[set[str], dict[str, str]]] = {
     **{name: (those_that_require(name), {}) for name in BY_NAME},
     "all": ({*BY_NAME}, {}),

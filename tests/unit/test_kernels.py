@@ -17,7 +17,7 @@ FOLDERS = ("sglang_inflight", "benchmarks")
 # module and name of each kernel that a test of this file compares
 COMPARED = {"sglang_inflight.scheduler.update.changes.exchange_kernel._exchange"}
 
-# in a process of its own: the interpreter takes the compiler's place when Triton is imported
+# code for a process of its own: the interpreter takes the compiler's place when Triton is imported
 EXCHANGE = """
 import itertools
 import torch

@@ -318,7 +318,7 @@ def test_docstrings_table_matches_machine() -> None:
     # an event that ends an exchange does not come where none begins
     for row, kind in table.keys() - found.keys():
         found[row, kind].add("refused")
-    # for want of a previous version, and not by the contents
+    # refused for want of a previous version, and not by the contents
     for row in ("begin rollback", "begin turn"):
         found[row, "WHOLE"].discard("refused")
     assert table == found

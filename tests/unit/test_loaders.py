@@ -73,7 +73,7 @@ class Model(nn.Module):
         self.norm = parameter(4)
         self.norm.weight_loader = self.load_norm  # type: ignore[attr-defined]
         self.uncounted = parameter(2)
-        # in no checkpoint
+        # no checkpoint has it
         self.norm_plus_one: torch.Tensor
         self.register_buffer("norm_plus_one", torch.ones(4), persistent=False)
         self.normalizer: torch.Tensor

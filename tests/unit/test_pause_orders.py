@@ -74,7 +74,7 @@ def always(event: Event) -> Make:
     return lambda _: event
 
 
-# by the time of the event
+# makers of events, by name: each takes the time of its event
 EVENTS: dict[str, Make] = {
     "a in_place": ask("in_place", "a"),
     "a retract": ask("retract", "a"),

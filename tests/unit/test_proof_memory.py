@@ -28,7 +28,7 @@ from tests.unit.finishing import Finish, Finishing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYERS = 3
-# of one layer's weight
+# bytes of one layer's weight
 NBYTES = 48
 WEIGHTS = {f"layers.{n}.weight": torch.rand(4, 3) for n in range(LAYERS)}
 

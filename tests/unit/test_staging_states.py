@@ -70,7 +70,7 @@ class NoModel:
 
     # whether a job has written weights in place
     is_written = False
-    # of the tensors that an update has received, by role
+    # names of the tensors that an update has received, by role
     names: Names = MappingProxyType({})
 
     def drop(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from harness.starting import ROOT
 
-# as an installation of the wheel alone would; the environment has the tools, too
+# imports of an installation of the wheel alone; the environment has the tools, too
 INSTALL = """
 import sys
 sys.modules["sglang_inflight_tools"] = None

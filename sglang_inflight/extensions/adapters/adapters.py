@@ -76,7 +76,7 @@ class _Loaded(NamedTuple):
     # None for tensors
     path: str | None
     version: str
-    # of what the ranks read, as ``weights.digest_of`` computes it; None for tensors
+    # digest of what the ranks read, see ``weights.digest_of``; None for tensors
     digest: str | None = None
 
 
@@ -118,9 +118,9 @@ class Adapters:
         self.reload: Callable[[LoadAdapterRequest], Awaitable[LoRAUpdateOutput]] | None = None
         # counts loads of all adapters
         self._loads = itertools.count(1)
-        # by name
+        # last loads by the adapter's name
         self._versions: dict[str, _Loaded] = {}
-        # by adapter's id, from the check of a load until its name is noted
+        # digests by adapter's id, from the check of a load until its name is noted
         self._digests: dict[str, str | None] = {}
         # a hook of the registry's asks for it
         vars(tokenizer_manager.lora_registry)["inflight"] = self

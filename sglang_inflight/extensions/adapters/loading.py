@@ -53,7 +53,7 @@ async def load_everywhere(
     if adapters.reload is not None:
         return await adapters.reload(obj)
     if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
-        # from ``Adapters``, which holds ``loading``
+        # a load by ``Adapters``, which holds ``loading``
         return await _load_everywhere(load, tm, obj, *args)
     async with adapters.loading:
         request = _as_ours(tm, obj)

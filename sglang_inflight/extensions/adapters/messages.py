@@ -24,7 +24,7 @@ class RequestsMoved(RankAnswer, kw_only=True):
 
 
 class AdapterChecked(RankAnswer, kw_only=True):
-    # of the adapter's configuration and tensors, if the call asks for it
+    # digest of the adapter's configuration and tensors, if the call asks for it
     digest: str | None
 
 

@@ -272,7 +272,7 @@ class _Slots:
             end = own.rpartition(".")[2]
             if end not in parts or (target is not None and parts[-1] != end):
                 continue
-            # of a path of experts, the part that names all experts
+            # in a path of experts, this part names all experts
             count = len(parts) if target is not None else parts.index(end) + 1
             if _has_in_order(parts[:count], own) or _has_in_order(own.split("."), module):
                 expert = parts[count:]

@@ -29,7 +29,7 @@ WEIGHTS, KV_CACHE, GRAPHS = (
     GPU_MEMORY_TYPE_KV_CACHE,
     GPU_MEMORY_TYPE_CUDA_GRAPH,
 )
-# in the order of their resume, as in SGLang
+# kinds in the order of their resume, as in SGLang
 KINDS: tuple[str, ...] = (GRAPHS, WEIGHTS, KV_CACHE)
 
 

@@ -11,7 +11,7 @@ from sglang_inflight.vocabulary.bodies import KeepWeights
 class Moved(Changed, kw_only=True):
     """Memory was released or resumed."""
 
-    # by kind of memory, and "shadow"
+    # bytes by kind of memory, and of "shadow"
     bytes: dict[str, int]
     seconds: float
 

@@ -54,7 +54,7 @@ def check_nodes_match(scheduler: object, *args: object, **kwargs: object) -> Non
     store.set(_KEY.format(rank=group.rank), json.dumps(here))
     until = monotonic() + WAIT_S
     ranks_of_a_node = group.world_size // parallel.nnodes
-    # by node; None: the node did not answer
+    # accounts by node; None: the node did not answer
     accounts: dict[int, Account | None] = {}
     for rank in group.ranks:
         key, node = _KEY.format(rank=rank), rank // ranks_of_a_node

@@ -34,7 +34,7 @@ _NONE = -1
 class Pin(NamedTuple):
     """The weights that make every token of a request."""
 
-    # as ``LiveWeights.weights``
+    # the number ``LiveWeights.weights``
     weights: int
     # their label as the request arrived
     label: VersionLabel

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
 
-# in place of an index, in each element of a row captured on another server
+# takes the place of an index, in each element of a row captured on another server
 _UNKNOWN = -1
 
 

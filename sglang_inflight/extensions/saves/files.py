@@ -167,7 +167,7 @@ def _find(
     folder: str, ranks: Iterable[str], save_id: str | None, *, with_manifest: bool
 ) -> Iterator[str]:
     """Yield the names of files to delete, the manifest first: without it no folder is whole."""
-    # as the files are encoded
+    # fields of our manifest, as the files are encoded
     mark: dict[str, Any] = {"format": FORMAT}
     manifest = mark | {"format_version": 1}
     if save_id is not None:

@@ -68,7 +68,7 @@ class _Save:
 
     call: SaveCall
     weight_version: str
-    # as ``LiveWeights.weights``
+    # the number ``LiveWeights.weights``
     weights: int
     # the thread may be late by then
     ends_at: float

@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 class LiveNumbers:
     """The numbers that finishing makes in the served models, at one moment."""
 
-    # by the model's role and the place, written as Python writes them
+    # numbers by the model's role and the place, written as Python writes them
     written: dict[str, str]
     # the digest's last lines, one text for each finished model
     described: tuple[str, ...]

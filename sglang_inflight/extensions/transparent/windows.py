@@ -109,21 +109,21 @@ class Window:
     # the client's begin_weight_update, and that of the window's session
     asked: BeginBody = field(default_factory=BeginBody)
     begun: BeginBody | None = None
-    # of the session's end
+    # fields of the call that ends the session
     weight_version: str | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
     expected_digest: str | None = None
     # why the session was dropped
     failure: InflightError | None = None
-    # of the real pause, if the window became one
+    # id of the real pause, if the window became one
     pause_id: str | None = None
     pausing: SharedCall[None] = field(default_factory=SharedCall)
     grace: asyncio.TimerHandle | None = None
     # pieces arriving or being staged; the event is set when one is answered
     pieces: list[Arrival] = field(default_factory=list)
     one_is_in: asyncio.Event = field(default_factory=asyncio.Event)
-    # from continue_generation on
+    # set from continue_generation on
     ending: asyncio.Future[WindowRelease] | None = None
     # end of the previous window, whose session may still be open
     before: asyncio.Future[WindowRelease] | None = None
@@ -162,7 +162,7 @@ class Window:
         try:
             yield
         finally:
-            # by identity, because Arrivals compare equal
+            # compare by identity, because Arrivals compare equal
             self.pieces = [other for other in self.pieces if other is not piece]
             self.one_is_in.set()
 

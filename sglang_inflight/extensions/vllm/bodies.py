@@ -98,7 +98,7 @@ class UpdateInfo(Body, kw_only=True):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    # from SkyRL with each update, from vLLM 0.32 only in init_info; None: as in init_info
+    # SkyRL sends it with each update, vLLM 0.32 only in init_info; None: as in init_info
     packed: bool | None = None
     packed_buffer_size_bytes: Positive | None = None
     packed_num_buffers: Positive | None = None
@@ -128,7 +128,7 @@ class HandlesInfo(Body, kw_only=True):
     dtype_names: list[str]
     shapes: list[list[int]]
     ipc_handles_pickled: bytes
-    # of each tensor in a buffer: from vLLM in bytes, from SkyRL (sizes) in elements
+    # sizes of tensors in a buffer: vLLM's in bytes, SkyRL's (``sizes``) in elements
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
     # null from vLLM's client beside ipc_handles_pickled

@@ -343,7 +343,7 @@ class Generate:
                 )
                 said: dict[str, Any] = {"request_id": rid, "choices": [choice], "usage": usage}
                 if prompt is not None:
-                    # in the first chunk only
+                    # the first chunk alone has them
                     said["prompt_token_ids"], prompt = prompt, None
                 yield _event(said)
             if options.include_usage:

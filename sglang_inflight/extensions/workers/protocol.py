@@ -31,7 +31,7 @@ class ServerState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     # sequence number, repeated in a worker's ``Ack``
     number: int = 0
     weight_version: str
-    # from the last update from disk
+    # folder of the last update from disk
     model_path: str
     load_format: str
     # ends a worker's wait for a checkpoint engine

@@ -97,7 +97,7 @@ class Worker:
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
         WORKERS[frontend] = self
         # SGLang does so only at the first request. A worker without requests would then be ended
-        # by its HTTP server, and that waits for the forwarded calls.
+        # by its HTTP server, which waits for the forwarded calls.
         tokenizer_manager.auto_create_handle_loop()
 
     @hook(f"{TOKENIZER_MANAGER}._dispatch_to_scheduler", AROUND, via=_of, when=_is_one)

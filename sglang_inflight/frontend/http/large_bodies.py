@@ -24,7 +24,7 @@ from sglang_inflight.vocabulary.errors import Exhausted, Refused, TooLarge
 
 # Decoding this much JSON holds the interpreter for some milliseconds.
 LARGE_STRING_BYTES = 64 << 10
-# of the body without its large strings; decoding takes a tenth of a second
+# the body without its large strings; decoding so much takes a tenth of a second
 MOST_REST_BYTES = 16 << 20
 # each takes a file
 MOST_LARGE_STRINGS = 1024

@@ -166,7 +166,7 @@ class Wanted:
     torch_empty_cache: bool
     # the ranks compute digests of the call's tensors as they come; None if they need not
     digests: AskedDigests | None
-    # of all tensors of the call together
+    # digest of all tensors of the call together
     expected_digest: str | None
 
     @classmethod
@@ -224,7 +224,7 @@ class Ending:
     kv_policy: KVPolicy | None
     non_blocking: bool
     torch_empty_cache: bool
-    # of all tensors of the session together
+    # digest of all tensors of the session together
     expected_digest: str | None
 
     @property

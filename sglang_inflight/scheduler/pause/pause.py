@@ -124,7 +124,7 @@ class Pause:
         self._seen = 0
         # while draining: requests that had begun before the drain
         self._may_run: set[Req] = set()
-        # of these, requests aborted between two servers: only a running loop releases them
+        # some of these, aborted between two servers: only a running loop releases them
         self._ending: set[Req] = set()
         # number of aborted requests by the id of the aborting call, until the call is answered
         self._aborted: dict[str, int] = {}

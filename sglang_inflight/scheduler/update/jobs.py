@@ -136,7 +136,7 @@ class Jobs:
         # keeps its pinned memory: an allocation of it may wait for the device
         self._host_reader = HostReader()
         self._gpu_memory = GPUMemory(device)
-        # by role, as of the last commit: noted before updates write in place, else None
+        # scales by role at the last commit: noted before updates write in place, else None
         self._kv_scales: dict[str, dict[Place, Number]] | None = None
 
     def prepare(

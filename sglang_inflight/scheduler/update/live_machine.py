@@ -54,14 +54,14 @@ from sglang_inflight.vocabulary.labels import VersionLabel
 
 @dataclass(frozen=True)
 class Whole:
-    # of all live weights; None if unknown
+    # digest of all live weights; None if unknown
     digest: str | None = None
 
 
 @dataclass(frozen=True)
 class Torn:
     why: str
-    # of the partially written models
+    # roles of the partially written models
     roles: frozenset[str]
     # time.monotonic() of the first write, or of its announcement
     since: float
@@ -97,7 +97,7 @@ class Previous:
     """The version before the last commit."""
 
     label: VersionLabel
-    # as ``Live.weights``
+    # the number ``Live.weights``
     weights: int
     # None if never computed: then no rollback is possible
     digest: str | None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         """A scheduler with its models loaded, and two fields of ours."""
 
         inflight_reservation: Reservation | None
-        # by the model's id
+        # caches by the model's id
         inflight_forward_caches: dict[int, ForwardCaches]
 
 

@@ -130,7 +130,7 @@ class Shadow:
         self._storage = storage
         self._live = model
         self._modules: dict[int, nn.Module] = {}
-        # by id: shadows made here, and shadows shared with an earlier model
+        # ids of shadows made here, and of shadows shared with an earlier model
         self._own: set[int] = set()
         self._shared: set[int] = set()
         self.model: nn.Module = self._clone(model)
@@ -139,7 +139,7 @@ class Shadow:
         self.pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
             (name, live, shadows[name]) for name, live in weights_of(model)
         ]
-        # by the module's id and the attribute: the clone's value, and its checksum
+        # the clone's value, and its checksum, by the module's id and the attribute
         self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
         # (name, live, shadow) of each distinct tensor besides the weights
         self._derived: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -147,7 +147,7 @@ class Shadow:
         self._derived_at: dict[int, int] = {}
         # indices into ``_derived`` of the tensors written since ``begin``
         self._written: set[int] = set()
-        # by the shadow's id: its memory at the update's begin
+        # a shadow's memory at the update's begin, by its id
         self._memory: dict[int, torch.Tensor] = {}
         self._targets: dict[int, Target] = {}
         self._replace_attributes()

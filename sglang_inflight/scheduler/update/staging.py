@@ -75,7 +75,7 @@ class Step(enum.Enum):
     OPEN = "open"
     STAGE = "stage"
     SEAL = "seal"
-    # by the staging thread, at the end of the seal's job
+    # the staging thread's own step, at the end of the seal's job
     VOTED = "voted"
     COMMIT = "commit"
     DROP = "drop"

@@ -74,7 +74,7 @@ class _Pointers:
         self._contents = contents
         live, shadows = [live for live, _ in pairs], [shadow for _, shadow in pairs]
         self._tensors = live + shadows
-        # in the order of ``_tensors``: what they have now, and what they get
+        # data that ``_tensors`` have now, and data that they get, in their order
         self._has = [tensor.data for tensor in self._tensors]
         self._gets = self._has[len(live) :] + self._has[: len(live)]
         self._storages = [tensor.untyped_storage() for tensor in self._has]

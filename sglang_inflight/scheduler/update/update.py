@@ -78,14 +78,14 @@ class Update:
         self.roles: set[str] = set()
         # the roles among ``roles`` with received tensors
         self.loaded: set[str] = set()
-        # of received tensors, by the role of the model
+        # names of received tensors, by the role of the model
         self.names: dict[str, set[str]] = {}
         # whether a part of a tensor was received
         self.is_sparse = False
         self.tensors = 0
         self.bytes = 0
         self.asks_digests = call.asks_digests
-        # of all tensors so far; None before the first call, and once a call asked for no digests
+        # digest of all tensors so far; None before the first call, and after a call without digests
         self.received_digest: str | None = None
         self._is_undigested = False
         # digest of the weights that another server has saved, if they came

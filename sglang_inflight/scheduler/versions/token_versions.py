@@ -178,7 +178,7 @@ class AdapterVersions:
     """Labels of one rank's adapters. Only the scheduler's thread touches this object."""
 
     def __init__(self) -> None:
-        # by the adapter's id; SGLang uses an id once
+        # labels by the adapter's id; SGLang uses an id once
         self._labels: dict[str, AdapterLabel] = {}
 
     def remember(self, lora_id: str, label: AdapterLabel) -> None:

@@ -32,7 +32,7 @@ from tests.support.records import (
 
 COMMITS = 10
 PROMPT_TOKENS = 24
-# for a request ended by its test
+# tokens of a request ended by its test
 ENDLESS = 2000
 # decode steps between two retractions that SGLang simulates for lack of memory
 STEPS = 3

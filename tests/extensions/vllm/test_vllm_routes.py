@@ -291,7 +291,7 @@ def test_server_info_adds_vllm_config_on_request(vllm_server: Server, vllm: VLLM
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert config["lora_config"] is None
     assert config["weight_transfer_config"] is not None
-    # for callers of SGLang's own route, without a key
+    # callers of SGLang's own route need no key
     assert httpx.get(vllm_server.url + "/server_info", timeout=60).status_code == 200
 
 

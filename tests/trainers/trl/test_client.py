@@ -17,7 +17,7 @@ from tests.trainers.trl.processes import PATIENCE_S, running
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 TOP = 20
-# as in test_training.py
+# the same bound as in test_training.py
 BOUND = 1e-4
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)

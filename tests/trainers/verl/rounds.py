@@ -125,7 +125,7 @@ class Completion:
 
 @dataclass
 class Outcome:
-    # by what happened meanwhile
+    # completions by what happened meanwhile
     completions: dict[str, list[Completion]] = field(default_factory=dict)
     # commits of the server, after each update
     epochs: list[int] = field(default_factory=list)

@@ -8,7 +8,7 @@ from harness.starting import ROOT
 
 HERE = "tests.trainers.verl"
 
-# of each request of ``rounds``
+# tokens of each request of ``rounds``
 TOKENS = 400
 
 ENV = {
@@ -58,7 +58,7 @@ def overrides(model: Path, *, releases_memory: bool = True, **more: object) -> l
         f"{actor}.strategy": "fsdp2",
         f"{actor}.use_torch_compile": "false",
         f"{actor}.fsdp_config.use_torch_compile": "false",
-        # as the server computes, so that their log-probabilities are equal
+        # the server's dtype, so that their log-probabilities are equal
         f"+{actor}.fsdp_config.mixed_precision.param_dtype": "fp32",
         f"{rollout}.dtype": "float32",
         f"{actor}.ppo_mini_batch_size": 4,

@@ -26,7 +26,7 @@ WHOLE = {"SGLANG_INFLIGHT_SESSIONS": "whole"}
 LOADER = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
 VOCAB = 8192
 WORDS = 1000
-# by verl's agent loop for Qwen
+# tokens that verl's agent loop for Qwen needs
 SPECIAL = ["\n", "<|im_start|>", "<|im_end|>"]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"

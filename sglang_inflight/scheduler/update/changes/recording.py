@@ -124,7 +124,7 @@ class Recording:
         self._rate_limit = rate_limit
         # each weight with its handle, by the handle's memory
         self._handles: dict[int, tuple[torch.Tensor, Handle]] = {}
-        # by the id of the weight
+        # weights by their ids
         self._weights: dict[int, _Weight] = {}
         self._by_memory: dict[int, _Weight] = {}
         self._windows: OrderedDict[int, _Weight] = OrderedDict()

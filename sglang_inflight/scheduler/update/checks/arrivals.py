@@ -41,9 +41,9 @@ class Arrivals:
         self._reader = reader
         self._check = check
         self._rate_limit = rate_limit
-        # of the first reading; None if no digest is wanted
+        # digests of the first reading; None if no digest is wanted
         self.digests: list[str] | None = None
-        # of this reading: the digests, the names that came, and what is wrong with some of them
+        # this reading's digests, the names that came, and what is wrong with some of them
         self._came: list[str] = []
         self._names: set[str] = set()
         self._altered: list[str] = []

@@ -53,7 +53,7 @@ class Write(NamedTuple):
     target: Target
     # identifies the written memory, see ``memory_key``
     memory: int
-    # of the written tensor, and of the received tensor that is copied to it, None without one
+    # dtypes of the written tensor, and of the received one copied to it, None without one
     dtype: torch.dtype
     copied: torch.dtype | None
     # the received tensors that it is written from

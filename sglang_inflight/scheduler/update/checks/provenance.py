@@ -79,7 +79,7 @@ class Provenance(TorchDispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}
         self._filled: set[int] = set()
         self._known_before: set[int] = set()
-        # by ``memory_key``: the origins of what was written to a weight, or to a constant
+        # origins of what was written to a weight, or to a constant, by ``memory_key``
         self.written: dict[int, Origin] = {}
         self.reads_numbers = False
         self.failure: Exception | None = None

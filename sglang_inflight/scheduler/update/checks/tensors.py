@@ -24,7 +24,7 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # every one of these dtypes holds a magnitude up to here
 _HELD_BY_ALL = torch.finfo(torch.float16).max
 _HEADS = ("lm_head.weight",)
-# in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
+# names in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",

@@ -83,7 +83,7 @@ def _may_pass(error: BaseException | None) -> bool:
     return False
 
 
-# of torch's allocator on the host, and of CUDA's
+# texts of errors of torch's allocator on the host, and of CUDA's
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 
 

@@ -582,7 +582,7 @@ class _Twins:
         """``raw``: the raw weights by their memory."""
         self._device = device
         self._raw = raw
-        # by the id of the raw parameter: its copy, and the copy's memory, which is kept
+        # copies and their memory, which is kept, by the id of the raw parameter
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
         # the raw weights by their copy's memory
         self.weights: dict[int, _RawWeight] = {}

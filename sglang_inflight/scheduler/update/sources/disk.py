@@ -142,7 +142,7 @@ class Folder:
             raise Refused(
                 f"model_path {self.named} is not a directory on the server: {describe(error)}"
             ) from error
-        # by the finalizer if the caller gave up before the opening returned
+        # the finalizer closes if the caller gave up before the opening returned
         self.close = weakref.finalize(self, os.close, fd)
         # a path without characters of a glob pattern
         self.path = f"/proc/self/fd/{fd}"

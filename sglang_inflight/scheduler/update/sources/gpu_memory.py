@@ -54,7 +54,7 @@ class GPUHandle:
     memory: SharedMemory | None
 
 
-# by a GPU's UUID
+# handles by a GPU's UUID
 HandleOfEach = dict[str, GPUHandle]
 
 

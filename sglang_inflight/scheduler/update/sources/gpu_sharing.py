@@ -27,7 +27,7 @@ class SharedMemory:
     """A trainer's memory, shared once by torch, with one use counted for this process."""
 
     handle: bytes
-    # from ``offset`` on, in bytes
+    # length from ``offset`` on, in bytes
     nbytes: int
     offset: int
     # the trainer reads here whether the memory is still in use

@@ -38,11 +38,11 @@ _ELEMENTS_ON_DEVICE = 1 << 24
 class Quantized(NamedTuple):
     """The form in which a checkpoint stores one weight."""
 
-    # of the values: [..., out, in]
+    # dtype and shape of the values: [..., out, in]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # the tensor of the scales: [..., blocks of out, blocks of in], or the same without dimensions
-    # of size 1
+    # the tensor of the scales: [..., blocks of out, blocks of in], or the same without
+    # dimensions of size 1
     scale: str
     scale_dtype: torch.dtype
     scale_shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class Quantizer:
     def __init__(self, quantized: Mapping[str, Quantized | None]) -> None:
         self._quantized = quantized
         self._weights = {form.scale: name for name, form in quantized.items() if form is not None}
-        # of this update: weights that came as floats, and the values and scales that came
+        # this update's weights that came as floats, and the values and scales that came
         self._converted: set[str] = set()
         self._as_stored: set[str] = set()
 

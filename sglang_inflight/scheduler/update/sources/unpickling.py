@@ -189,7 +189,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,
     ("torch_npu.multiprocessing.reductions", "rebuild_npu_tensor"): None,
     ("sglang.srt.utils.patch_torch", "_rebuild_npu_tensor_modified"): None,
-    # for a tensor's hooks: always empty
+    # a tensor's hooks, always empty
     ("collections", "OrderedDict"): _no_items,
     ("_codecs", "encode"): _encode,
 }

@@ -172,7 +172,7 @@ def test_aborting_pause_of_one_server_leaves_no_request(
     for generation in running:
         reason = generation.output().finish_reason
         assert reason == ("length" if side == "prefill" else "abort")
-    # as in SGLang, the decode server waits for the aborted prefill until its own abort
+    # SGLang does the same: the decode server waits for the aborted prefill until its own abort
     long.abort()
     long.wait_for_end()
     until("all have left", lambda: sum(map(count_requests, pair.servers)) == 0)

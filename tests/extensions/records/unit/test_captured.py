@@ -126,7 +126,7 @@ def test_first_tokens_row_is_read_before_its_slot_is_replaced(
 ) -> None:
     request = Request(monkeypatch)
     request.run(1, tokens=1)
-    # as of the slots of an older prefix
+    # rows of the slots of an older prefix
     request.capturer.write(0)
     assert request.end(with_kv=True) == [*((p, 0) for p in range(PROMPT - 1)), (PROMPT - 1, 1)]
 
