@@ -52,7 +52,6 @@ pytest_plugins = ["tests.support.fixtures"]
 
 MODES = ("in_place", "retract", "abort", "wait")
 TOKENS = 60
-# tokens in flight, with all KV kept
 UP = "model.layers.1.mlp.up_proj.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 HEAD = "lm_head.weight"

@@ -49,7 +49,7 @@ def _modules_of(extension: str | None) -> tuple[str, ...]:
     return tuple(each for each in hook_modules() if _extension_of(each) == extension)
 
 
-# by extension; the core's is None's
+# ledgers by extension; the core's is None's
 LEDGERS: dict[str | None, Ledger] = {
     None: Ledger(ROOT / "patches" / "README.md", _modules_of(None)),
     **{

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,22 @@ def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, documented) and (text := ast.get_docstring(node)):
             yield text
+
+
+def subjectless_comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment that begins with "of", "by" or "as".
+
+    Such a comment leaves its noun to the code below it. A line that goes on with the comment of the
+    line before is no beginning.
+    """
+    before = 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type != tokenize.COMMENT or token.line[: token.start[1]].strip():
+            continue
+        line = token.start[0]
+        if line != before + 1 and re.match(r"# (?:of|by|as) ", token.string):
+            yield line, token.string
+        before = line
 
 
 def text_of(path: Path) -> str:

@@ -17,6 +17,7 @@ from tests.matrix import limits
 from tests.matrix.__main__ import IN_README
 from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS
+from tests.support.prose import FOLDERS, subjectless_comments
 
 PACKAGE = ROOT / "sglang_inflight"
 PAGES = sorted((PACKAGE / "extensions").glob("*/README.md"))
@@ -39,6 +40,13 @@ def test_every_module_has_a_docstring() -> None:
     paths = (*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
     trees = {path: ast.parse(path.read_text()) for path in paths}
     assert not [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_comments_begin_with_a_subject(folder: str) -> None:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    found = [(path, *comment) for path in paths for comment in subjectless_comments(path)]
+    assert not found
 
 
 @pytest.mark.parametrize(
