@@ -8,12 +8,8 @@ EXTENSION = Extension(
     name="mends",
     modules=(
         "sglang_inflight.extensions.mends.aborted_answers",
-        "sglang_inflight.extensions.mends.aborted_output",
         "sglang_inflight.extensions.mends.keys",
-        "sglang_inflight.extensions.mends.penalties",
-        "sglang_inflight.extensions.mends.prefilled_again",
         "sglang_inflight.extensions.mends.redaction",
         "sglang_inflight.extensions.mends.sampling",
-        "sglang_inflight.extensions.mends.session_turns",
     ),
 )

@@ -16,7 +16,10 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_inflight.extensions.mends.aborted_output import finish_with_output, has_made_something
+from sglang_inflight.scheduler.retraction.aborted_output import (
+    finish_with_output,
+    has_made_something,
+)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_inflight.extensions.mends import prefilled_again
-from sglang_inflight.extensions.mends.prefilled_again import append_hidden_states, embed_tokens
+from sglang_inflight.scheduler.retraction import prefilled_again
+from sglang_inflight.scheduler.retraction.prefilled_again import append_hidden_states, embed_tokens
 
 WIDTH = 2
 

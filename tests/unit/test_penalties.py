@@ -15,7 +15,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_inflight.extensions.mends import penalties
+from sglang_inflight.scheduler.retraction import penalties
 
 VOCAB, PROMPT, END = 8, 7, 6
 HOOKS = {

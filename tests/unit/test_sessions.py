@@ -13,10 +13,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_inflight.extensions.mends.session_turns import end_turns_of_aborted
 from sglang_inflight.scheduler import boundary, requests
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.retraction.session_turns import end_turns_of_aborted
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 
 
