@@ -19,6 +19,7 @@ from harness.server import PLAIN, Server, serve
 from harness.starting import end
 from sglang_inflight.cli import app
 from sglang_inflight.client import Fleet, VersionUnclear
+from tests.extensions.saves.saved_folder import describe_tensors
 from tests.support import block_fp8, faults, gemma, mla
 from tests.support.faults import Faults
 from tests.support.load import (
@@ -32,7 +33,6 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHANGES
-from tests.support.saved import describe_tensors
 from tests.support.stalled_mount import stalled_mount
 from tests.support.updates import (
     LIVE,

@@ -1,4 +1,4 @@
-"""Served weights of another server are looked at as a trainer's are."""
+"""Weights that another server has saved are checked as a trainer's are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
+from tests.extensions.saves.saved_folder import write_saved
 from tests.support.rank import Rank
-from tests.support.saved import write_saved
 
 EVERY_MODE = pytest.mark.parametrize(
     "mode", [StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF]
