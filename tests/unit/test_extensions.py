@@ -51,6 +51,7 @@ OF_BOTH = {
     "support/front_end.py",
     "unit/test_boundary.py",
     "unit/test_caller_disconnects.py",
+    "unit/test_doors.py",
     "unit/test_request_checks.py",
     "unit/test_silent_ranks.py",
     "unit/test_staging_states.py",
