@@ -87,3 +87,25 @@ def test_moved_tensor_is_accepted_without_graphs(finish: Finish) -> None:
     model = made(finish)
     update(model, holds_graphs=False)
     assert model.layer.w_kc is None or len(model.layer.w_kc) == 3
+
+
+def test_model_written_by_an_update_shows_it_after_its_finishing() -> None:
+    """A dropped update may have come to its end: its weights must not be served."""
+    in_place = InPlaceModel(made(derive), torch.device("cpu"), finishes=True, holds_graphs=False)
+    in_place.begin()
+    assert not in_place.was_written
+    in_place.restore()
+    in_place.finish(was_loaded=True)
+    assert in_place.was_written
+    in_place.begin()
+    assert not in_place.was_written
+
+
+def test_update_of_a_half_written_model_shows_its_own_writes() -> None:
+    in_place = InPlaceModel(made(derive), torch.device("cpu"), finishes=True, holds_graphs=False)
+    in_place.begin()
+    in_place.open()
+    in_place.begin()
+    assert not in_place.was_written
+    in_place.open()
+    assert in_place.was_written

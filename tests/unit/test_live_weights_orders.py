@@ -42,7 +42,6 @@ from sglang_inflight.scheduler.update.live_machine import (
     Overwrite,
     ReadDigest,
     RollBack,
-    Seal,
     Torn,
     Whole,
     Write,
@@ -72,7 +71,6 @@ class Truth:
     base: int | None = None
     # whether a forward could run by what the open update has written
     wrote: bool = False
-    is_sealed: bool = False
     # a drop waits for the ranks' word on whether anything was written
     is_dropped: bool = False
     # whether marks show exactly what updates have not sent to hollow weights
@@ -125,23 +123,20 @@ def steps(live: Live, truth: Truth) -> Iterator[Step]:
     if truth.open is None:
         yield from steps_between_updates(live, truth)
         return
-    if not is_hollow and not truth.is_sealed:
+    if not is_hollow:
         torn = replace(truth, weights=None, wrote=True)
         yield Write("a write", ROLES, 0.0), torn
         announced = AnnounceWrite("a write", ROLES, 0.0)
         yield announced, truth
         yield announced, torn
-    yield Seal(), replace(truth, is_sealed=True)
     yield Drop(), replace(truth, open=None, is_dropped=True, has_true_marks=False)
-    if truth.is_sealed:
-        if truth.base is not None:
-            yield ReadDigest(digest_of(truth.base)), truth
-        yield Begin(Exchange.COMMIT), replace(truth, exchanging=Exchange.COMMIT)
+    if truth.base is not None:
+        yield ReadDigest(digest_of(truth.base)), truth
+    yield Begin(Exchange.COMMIT), replace(truth, exchanging=Exchange.COMMIT)
 
 
 def steps_between_updates(live: Live, truth: Truth) -> Iterator[Step]:
-    if truth.is_dropped and (not truth.wrote or truth.is_sealed):
-        # a finished model shows no more that it was written
+    if truth.is_dropped and not truth.wrote:
         yield NotWritten(), replace(truth, is_dropped=False)
     for partial in (False, True):
         hollow = live.contents if isinstance(live.contents, Hollow) else None
@@ -154,7 +149,6 @@ def steps_between_updates(live: Live, truth: Truth) -> Iterator[Step]:
                 base=truth.weights,
                 shadow=None,
                 wrote=False,
-                is_sealed=False,
                 is_dropped=False,
                 has_true_marks=marks,
                 is_overwritten=False,
@@ -275,7 +269,6 @@ ROWS: dict[str, Event] = {
     "open partial": Open(partial=True),
     "announce write": AnnounceWrite("a write", ROLES, 0.0),
     "write": Write("a write", ROLES, 0.0),
-    "seal": Seal(),
     "not written": NotWritten(),
     "drop": Drop(),
     "read digest": ReadDigest("digest"),

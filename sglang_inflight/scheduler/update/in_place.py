@@ -48,6 +48,8 @@ class InPlaceModel:
         self._owners = owners
         # written, and not finished
         self.is_open = False
+        # written since the update's begin
+        self.was_written = False
         self._is_direct = False
         self._before: Places = {}
 
@@ -61,7 +63,8 @@ class InPlaceModel:
         return []
 
     def begin(self) -> None:
-        """Do nothing."""
+        """Begin an update."""
+        self.was_written = False
 
     def find_derived(self) -> None:
         """Return None: derived tensors are live already."""
@@ -84,6 +87,7 @@ class InPlaceModel:
 
     def open(self) -> None:
         """Begin writes, and note the tensors' addresses if graphs hold them."""
+        self.was_written = True
         if not self.is_open:
             self.is_open = True
             if self._holds_graphs:

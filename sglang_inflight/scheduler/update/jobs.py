@@ -426,8 +426,8 @@ class Jobs:
         return f"SGLang finishes the {role} model after loading, so sent elements are not counted"
 
     def has_written(self) -> bool:
-        """Return whether a model was written in place and is not finished, while no job runs."""
-        return any(model.is_half_written for model in self._models)
+        """Return whether the open update has written a model in place, while no job runs."""
+        return any(model.was_written for model in self._models)
 
     def forget_shadows(self) -> None:
         """Free the shadows. Called on the scheduler's thread, while there is no job."""

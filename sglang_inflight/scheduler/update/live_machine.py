@@ -5,7 +5,6 @@
     open partial       WHOLE    refused        refused   HOLLOW            refused
     announce write     TORN     TORN           refused   HOLLOW            refused
     write              TORN     TORN           refused   HOLLOW            refused
-    seal               WHOLE    TORN           refused   HOLLOW            refused
     not written        WHOLE    WHOLE or TORN  LOST      HOLLOW            refused
     drop               WHOLE    TORN           LOST      HOLLOW            refused
     read digest        WHOLE    TORN           refused   HOLLOW            refused
@@ -28,8 +27,8 @@ same. TORN: an update in place has written a part. LOST: the contents are gone w
 HOLLOW: the memory is here, and updates must write each element. FILLED: updates have done so on
 this rank, and the ranks have not compared notes. A forward runs only with WHOLE weights.
 
-- Torn weights become whole by a commit, and by "not written" only if the write was announced and
-  its update has not come to its seal. An update repairs torn weights only if it brings all of them.
+- Torn weights become whole by a commit, and by "not written" only if the write was announced. An
+  update repairs torn weights only if it brings all of them.
 - The previous version is held only while the contents are whole and a swap brings it back. So a
   rollback or a turn cannot find anything else.
 - A commit, rollback or turn begins, exchanges the weights, and ends. Nothing else happens between.
@@ -183,11 +182,6 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Seal:
-    """The open update is being sealed, and models written in place are being finished."""
-
-
-@dataclass(frozen=True)
 class NotWritten:
     """The update ended before its first write, on all ranks."""
 
@@ -287,7 +281,6 @@ Event = (
     Open
     | AnnounceWrite
     | Write
-    | Seal
     | NotWritten
     | Drop
     | ReadDigest
@@ -315,7 +308,6 @@ ALLOWED: dict[type[Event], tuple[type[Contents], ...]] = {
     Open: _HERE,
     AnnounceWrite: _HERE,
     Write: _HERE,
-    Seal: _HERE,
     NotWritten: _UNFILLED,
     Drop: _UNFILLED,
     ReadDigest: _HERE,
@@ -381,8 +373,6 @@ def transition(live: Live, event: Event) -> Live:
             return _tear(live, why, roles, now, is_announced=True)
         case Write(why, roles, now):
             return _tear(live, why, roles, now)
-        case Seal():
-            return replace(live, contents=_written(contents))
         case NotWritten():
             is_whole = isinstance(contents, Torn) and contents.is_announced
             return replace(live, contents=Whole()) if is_whole else live

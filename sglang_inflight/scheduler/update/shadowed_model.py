@@ -373,9 +373,9 @@ class ShadowedModel:
             self._shadow.forget()
 
     @property
-    def is_half_written(self) -> bool:
-        """Whether an update has begun to write the model in place, and has not finished it."""
-        return isinstance(self._shadow, InPlaceModel) and self._shadow.is_open
+    def was_written(self) -> bool:
+        """Whether the open update has written the model in place, finished or not."""
+        return isinstance(self._shadow, InPlaceModel) and self._shadow.was_written
 
     def forget_shadow(self) -> None:
         """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""

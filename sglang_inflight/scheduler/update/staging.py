@@ -53,7 +53,6 @@ from sglang_inflight.scheduler.update.live_machine import (
     NotWritten,
     Open,
     ReadDigest,
-    Seal,
     Torn,
 )
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -231,7 +230,6 @@ class Staging:
     def seal(self, call: SealCall) -> None:
         with self._dirty_together():
             update = self._expect(call.update_id, Step.SEAL)
-            self._live.move(Seal())
             digest = self._live.digest
             self._submit(update, call, lambda: self._jobs.seal(update, digest))
 
