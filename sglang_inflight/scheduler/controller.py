@@ -58,6 +58,7 @@ from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
+from sglang_inflight.scheduler.retraction.prefilled_again import look_for_embeddings
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.hollow import HollowWeights
@@ -168,6 +169,7 @@ class Controller(HasParts):
             on_change=self._follow_contents,
             require_update=settings.require_update,
         )
+        look_for_embeddings(scheduler)
         self.make_parts(make(self) for make in PARTS)
         self._at_boundaries = [find(self) for find in BOUNDARIES]
         self._choices = [find(self) for find in CHOICES]

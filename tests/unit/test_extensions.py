@@ -20,7 +20,7 @@ from sglang_inflight import extension, joints, unsupported
 from sglang_inflight.extension import Extension, all_extensions
 from sglang_inflight.hooking import hooks_of
 from sglang_inflight.joints import Joint
-from sglang_inflight.plugin import hook_modules
+from sglang_inflight.plugin import every_hook, hook_modules
 from sglang_inflight.settings import PREFIX, Settings, kinds
 from sglang_inflight.vocabulary.errors import BadSetting
 from tests.support import extension_folders
@@ -83,6 +83,14 @@ def test_modules_of_an_extension_lie_in_its_folder(each: Extension) -> None:
     named = [*each.modules, *each.late_modules.values()]
     assert named
     assert {extension_of(name) for name in named} == {each.name}
+
+
+def test_no_module_of_the_core_joins_a_joint() -> None:
+    """Only the functions of extensions that are on take part: the core's would be left out."""
+    assert every_hook()
+    joining = {module for joint in joints._joints for _, module in joint._declared}
+    of_core = {name for name in MODULES if extension_of(name) is None}
+    assert not joining & of_core
 
 
 def test_no_two_settings_have_one_name() -> None:

@@ -18,7 +18,6 @@ import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from sglang_inflight.hooking import AFTER, AROUND, PROCESSOR, REQ, SCHEDULER, hook
-from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
@@ -40,13 +39,11 @@ class TokenEmbeddings:
     are_known = False
 
 
-@PARTS.join()
-def look_for_embeddings(controller: Controller) -> TokenEmbeddings:
-    scheduler = controller.scheduler
+def look_for_embeddings(scheduler: Scheduler) -> None:
+    """Find out whether ``TokenEmbeddings.are_known``."""
     workers = (scheduler.tp_worker, scheduler.draft_worker)
     runners = [r for w in workers if w is not None for _, r in w.weight_update_runners()]
     TokenEmbeddings.are_known = all(_embedding_of(r.model) is not None for r in runners)
-    return TokenEmbeddings()
 
 
 @hook(f"{REQ}.reset_for_retract", AROUND)
