@@ -58,7 +58,7 @@ MOST_STATES = 20_000
 
 @dataclass(frozen=True)
 class Truth:
-    """What the memory holds. A number stands for whole contents, None for anything else."""
+    """Contents of the memory. A number stands for whole ones, None for anything else."""
 
     weights: int | None = 0
     # what the last commit exchanged, and a swap would bring back

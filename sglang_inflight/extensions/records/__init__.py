@@ -1,4 +1,4 @@
-"""What forwards captured for a request's tokens, kept across retractions."""
+"""Rows that forwards captured for a request's tokens, kept across retractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may refuse a request, and in which order.
+"""The checks that may refuse a request, in their order.
 
 **At the door** (``AT_THE_DOOR``). Each route has a door (``doors.py``, and extensions for routes of
 their own). A door describes its request (``asked.py``), awaits ``admit``, and turns an
