@@ -125,6 +125,13 @@ class OneRank:
                 sealed = self.staging.take(update_id)
                 self.live.swap_in(sealed.digest, sealed.swap, base=VersionLabel(0, "v0"))
 
+    def stage_in_place(self, *, partial: bool) -> None:
+        """Open an update that is written in place, and send it a tensor."""
+        fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
+        call = OpenCall(**fields, partial=partial, in_place=True)
+        self.staging.open(call, current_version="v0")
+        self.do(Step.STAGE)
+
     def reach(self, state: StagingState) -> None:
         for step in {EMPTY: [], OPEN: [Step.OPEN], SEALED: [Step.OPEN, Step.VOTED]}[state]:
             self.do(step)
@@ -208,10 +215,7 @@ def test_failure_before_the_first_write_in_place_stops_no_request(
     monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written or elsewhere)
     rank = OneRank(ImmediateWorker())
     rank.jobs.is_written = here
-    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
-    call = OpenCall(**fields, partial=True, in_place=True)
-    rank.staging.open(call, current_version="v0")
-    rank.do(Step.STAGE)
+    rank.stage_in_place(partial=True)
     assert rank.live.dirty is not None
     rank.do(Step.DROP)
     assert (rank.live.dirty is not None) is (here or elsewhere)
@@ -223,10 +227,7 @@ def test_failure_before_the_first_write_leaves_torn_weights_torn(
     monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written)
     rank = OneRank(ImmediateWorker())
     rank.live.write_in_place(["target"])
-    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
-    call = OpenCall(**fields, partial=False, in_place=True)
-    rank.staging.open(call, current_version="v0")
-    rank.do(Step.STAGE)
+    rank.stage_in_place(partial=False)
     rank.do(Step.DROP)
     assert rank.live.dirty is not None
 
@@ -236,10 +237,7 @@ def test_weights_written_in_place_are_not_served_after_their_seal_was_dropped(
 ) -> None:
     monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written)
     rank = OneRank(ImmediateWorker())
-    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
-    call = OpenCall(**fields, partial=True, in_place=True)
-    rank.staging.open(call, current_version="v0")
-    rank.do(Step.STAGE)
+    rank.stage_in_place(partial=True)
     rank.jobs.is_written = True
     rank.do(Step.SEAL)
     rank.do(Step.DROP)
@@ -252,10 +250,7 @@ def test_loop_goes_on_if_an_update_in_place_failed_before_its_first_write(
     """The front end sends the seal before it hears of the failure."""
     monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written)
     rank = OneRank(ImmediateWorker())
-    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
-    call = OpenCall(**fields, partial=True, in_place=True)
-    rank.staging.open(call, current_version="v0")
-    rank.do(Step.STAGE)
+    rank.stage_in_place(partial=True)
     rank.do(Step.SEAL)
     rank.do(Step.DROP)
     assert rank.live.dirty is None

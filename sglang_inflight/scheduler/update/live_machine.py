@@ -364,8 +364,9 @@ def transition(live: Live, event: Event) -> Live:
     match event:
         case Open():
             # what an update that has ended announced counts as written
-            contents = _written(contents)
-            if isinstance(contents, Hollow):
+            if isinstance(contents, Torn):
+                contents = replace(contents, is_announced=False)
+            elif isinstance(contents, Hollow):
                 contents = replace(contents, is_marked=True)
             gone = None if live.previous is None else replace(live.previous, is_held=False)
             return replace(live, contents=contents, previous=gone, is_overwritten=False)
@@ -422,11 +423,6 @@ def transition(live: Live, event: Event) -> Live:
                 is_named=False,
                 is_overwritten=True,
             )
-
-
-def _written(contents: Contents) -> Contents:
-    """Return ``contents`` with an announced write made."""
-    return replace(contents, is_announced=False) if isinstance(contents, Torn) else contents
 
 
 def _unknown(contents: Contents) -> Contents:
