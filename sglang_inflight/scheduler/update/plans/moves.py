@@ -1,0 +1,202 @@
+"""Moves: where the elements of a checkpoint's tensor lie in a model's tensors.
+
+A move copies a strided box of elements, with a cast where the dtypes differ. Both sides are in
+elements from the beginning of a tensor's memory: of the arriving tensor, which is contiguous, and
+of the model's tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+# bits of an element's position in an address; the rest names the tensor
+_BITS = 40
+# address of an element that no tensor of the checkpoint brings
+CONSTANT = -1
+# most moves of one copy: a copy in more parts is taken for a computation
+_MOST = 4096
+
+
+class Box(NamedTuple):
+    """Elements of one memory: ``sizes``, with ``strides`` between them, from ``offset`` on."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Box:
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def view(self, flat: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Return the elements, in ``flat`` from ``start`` on."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + start + self.offset)
+
+
+class Move(NamedTuple):
+    """One copy. Equal copies are equal moves: dimensions are joined and in the order of ``to``."""
+
+    sizes: tuple[int, ...]
+    of: int
+    of_strides: tuple[int, ...]
+    to: int
+    to_strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def source(self) -> Box:
+        return Box(self.of, self.sizes, self.of_strides)
+
+    @property
+    def target(self) -> Box:
+        return Box(self.to, self.sizes, self.to_strides)
+
+
+def move(of: Box, to: Box) -> Move:
+    """Return the move between two boxes of one shape."""
+    assert of.sizes == to.sizes
+    dims = [
+        (to_stride, of_stride, size)
+        for size, of_stride, to_stride in zip(to.sizes, of.strides, to.strides, strict=True)
+        if size != 1
+    ]
+    dims.sort(key=lambda dim: (-dim[0], -dim[1]))
+    joined: list[tuple[int, int, int]] = []
+    for to_stride, of_stride, size in dims:
+        if joined:
+            outer_to, outer_of, outer = joined[-1]
+            if outer_to == to_stride * size and outer_of == of_stride * size:
+                joined[-1] = to_stride, of_stride, outer * size
+                continue
+        joined.append((to_stride, of_stride, size))
+    return Move(
+        tuple(size for *_, size in joined),
+        of.offset,
+        tuple(of_stride for _, of_stride, _ in joined),
+        to.offset,
+        tuple(to_stride for to_stride, *_ in joined),
+    )
+
+
+def addresses(number: int, box: Box) -> torch.Tensor:
+    """Return the addresses (int64, of the box's shape) of elements of the tensor ``number``."""
+    found = torch.full((), (number << _BITS) + box.offset, dtype=torch.int64)
+    for at, (size, stride) in enumerate(zip(box.sizes, box.strides, strict=True)):
+        steps = torch.arange(size, dtype=torch.int64) * stride
+        found = found + steps.view(-1, *[1] * (len(box.sizes) - at - 1))
+    return found.expand(box.sizes)
+
+
+class TooMany(Exception):
+    """A copy is in too many parts to be a move of data."""
+
+
+def moves_of(found: torch.Tensor, to: Box) -> Iterator[tuple[int | None, Move]]:
+    """Yield the moves by which ``found`` (addresses) comes to ``to``, with the tensors' numbers.
+
+    Both have one shape. Constants have no number. Raises ``TooMany``.
+    """
+    waiting = [(found, to)]
+    count = 0
+    while waiting:
+        block, box = waiting.pop()
+        if not block.numel():
+            continue
+        first = int(block[(0,) * block.dim()])
+        if (strides := _strides_of(block)) is not None:
+            count += 1
+            if count > _MOST:
+                raise TooMany
+            number = first >> _BITS if first >= 0 else None
+            of = first & ((1 << _BITS) - 1) if number is not None else 0
+            yield number, move(Box(of, box.sizes, strides), box)
+            continue
+        waiting.extend(_halves(block, box))
+        if len(waiting) > _MOST:
+            raise TooMany
+
+
+def _strides_of(block: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides by which the addresses of ``block`` rise, None if they do otherwise."""
+    first = block[(0,) * block.dim()]
+    if first < 0:
+        return (0,) * block.dim() if bool((block == first).all()) else None
+    strides = []
+    expected = first
+    for dim, size in enumerate(block.shape):
+        at = [0] * block.dim()
+        at[dim] = min(1, size - 1)
+        stride = int(block[tuple(at)] - first)
+        strides.append(stride)
+        steps = torch.arange(size, dtype=torch.int64) * stride
+        expected = expected + steps.view(-1, *[1] * (block.dim() - dim - 1))
+    if any(stride < 0 for stride in strides) or not torch.equal(block, expected):
+        return None
+    # a step into another tensor would look like a stride
+    return tuple(strides) if int(block.max()) >> _BITS == int(first) >> _BITS else None
+
+
+def _halves(block: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yield two parts of a block that is no box, cut where its steps change."""
+    dims = [dim for dim in range(block.dim()) if block.shape[dim] > 1]
+    for dim in dims:
+        steps = block.diff(dim=dim)
+        changes = (steps != steps.narrow(dim, 0, 1)).movedim(dim, 0).flatten(1).any(dim=1)
+        if bool(changes.any()):
+            first = int(changes.nonzero()[0])
+            cut = first + 1 if first > 1 else 1
+            break
+    else:
+        # each element steps evenly, and its neighbour by another stride
+        dim = dims[0]
+        cut = block.shape[dim] // 2
+    rest = block.shape[dim] - cut
+    yield block.narrow(dim, cut, rest), _narrow(box, dim, cut, rest)
+    yield block.narrow(dim, 0, cut), _narrow(box, dim, 0, cut)
+
+
+def _narrow(box: Box, dim: int, start: int, size: int) -> Box:
+    sizes = (*box.sizes[:dim], size, *box.sizes[dim + 1 :])
+    return Box(box.offset + start * box.strides[dim], sizes, box.strides)
+
+
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Return whether two of ``boxes``, in one memory, have an element in common."""
+    spans = sorted((box.offset, box.offset + _span(box), box) for box in boxes if box.numel)
+    at = 0
+    while at < len(spans):
+        begin, end, _ = spans[at]
+        cluster = [spans[at][2]]
+        at += 1
+        while at < len(spans) and spans[at][0] < end:
+            end = max(end, spans[at][1])
+            cluster.append(spans[at][2])
+            at += 1
+        if len(cluster) > 1 and _overlap_within(cluster, begin, end):
+            return True
+    return False
+
+
+def _overlap_within(boxes: Sequence[Box], begin: int, end: int) -> bool:
+    numel = sum(box.numel for box in boxes)
+    if numel > end - begin:
+        return True
+    seen = torch.zeros(end - begin, dtype=torch.bool)
+    for box in boxes:
+        box.view(seen, -begin).fill_(True)
+    return int(seen.sum()) != numel
+
+
+def _span(box: Box) -> int:
+    return 1 + sum((n - 1) * step for n, step in zip(box.sizes, box.strides, strict=True))

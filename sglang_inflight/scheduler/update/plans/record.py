@@ -1,0 +1,85 @@
+"""Runs a model's loader on tensors without memory, to record where it puts them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, weights_of
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import describe
+
+logger = logging.getLogger(__name__)
+
+_NOWHERE = torch.device("meta")
+# runs after which a loader that fails again and again has no plan
+_MOST_RUNS = 12
+
+
+class Kind(NamedTuple):
+    """Shape and dtype of a tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def record(
+    model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]
+) -> Recorded:
+    """Return where the loader of ``model`` puts each of ``tensors``, in their order.
+
+    ``model`` is in the layout of its checkpoint, and is only read. ``recomputed``: names of its
+    tensors that are computed anew after each update.
+
+    A tensor at which the loader fails has no moves, and the loader runs again without it and those
+    like it in other layers. A loader that fails without a tensor, too, has no plan at all.
+    """
+    left_out: dict[str, str] = {}
+    why = ""
+    for _ in range(_MOST_RUNS):
+        present = {name: kind for name, kind in tensors.items() if name not in left_out}
+        recorded, at, why = _run(model, present, recomputed)
+        if recorded is not None:
+            return recorded._replace(unplanned={**recorded.unplanned, **left_out})
+        if at is None:
+            break
+        alike = _pattern(at)
+        reason = f"the loader fails on a tensor without memory: {why}"
+        left_out |= {name: reason for name in present if _pattern(name) == alike}
+    return Recorded({}, dict.fromkeys(tensors, f"the loader fails: {why}"), {}, frozenset())
+
+
+def _run(
+    model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]
+) -> tuple[Recorded | None, str | None, str]:
+    """Return what one run records; or None, the tensor at which the loader failed, and why."""
+    twin = Shadow(model, ShadowParameters(), _NOWHERE)
+    twin.begin()
+    recorder = Recorder(twin.targets(), recomputed)
+    loader: Any = twin.model
+    try:
+        with torch.no_grad(), recorder.following():
+            loader.load_weights(recorder.receive_each(_without_memory(tensors)))
+    except Exception as error:
+        logger.debug("The loader's run ended at %s", recorder.current, exc_info=True)
+        return None, recorder.current, describe(error)
+    now = dict(weights_of(twin.model))
+    for name, _, shadow in twin.pairs:
+        if name not in now or memory_key(now[name]) != memory_key(shadow):
+            recorder.spoil(shadow, "the loader replaces it")
+    return recorder.result(), None, ""
+
+
+def _without_memory(tensors: Mapping[str, Kind]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (shape, dtype) in tensors.items():
+        yield name, torch.empty(shape, dtype=dtype, device=_NOWHERE)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

@@ -1,0 +1,478 @@
+"""Records where a model's loader puts each tensor, in a run on tensors without memory.
+
+A copy from an arriving tensor into a weight is a move, by the views of both sides. Torch's
+operations that only move data (``cat``, ``clone``, ``index_select`` …) make tensors in between:
+each is followed by the addresses of its elements, and a copy from it is as many moves as there are
+boxes in them. All else computes. A tensor has no moves if the loader computes with it, reads its
+values, or writes its weight in another way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    Kind,
+    Targets,
+    tensors_of,
+    without_threads,
+    written_arguments,
+)
+from sglang_inflight.scheduler.update.plans.moves import (
+    CONSTANT,
+    Box,
+    Move,
+    TooMany,
+    addresses,
+    move,
+    moves_of,
+    overlap,
+)
+from sglang_inflight.storages import memory_key
+
+_aten = torch.ops.aten
+_COPY = _aten.copy_.default
+_CAST = _aten._to_copy.default
+_FILL = _aten.fill_.Scalar
+_FILLS = (_FILL, _aten.fill_.Tensor, _aten.zero_.default)
+# operations whose result has elements of their arguments, and the arguments that are positions
+_MOVES_DATA: dict[Any, tuple[int, ...]] = {
+    _CAST: (),
+    _aten._unsafe_view.default: (),
+    _aten.cat.default: (),
+    _aten.clone.default: (),
+    _aten.constant_pad_nd.default: (),
+    _aten.flip.default: (),
+    _aten.gather.default: (2,),
+    _aten.index.Tensor: (1,),
+    _aten.index_select.default: (2,),
+    _aten.repeat.default: (),
+    _aten.roll.default: (),
+    _aten.select_scatter.default: (),
+    _aten.slice_scatter.default: (),
+    _aten.stack.default: (),
+}
+# most elements of a tensor in between that are followed, 8 bytes each
+_MOST_FOLLOWED = 1 << 27
+
+
+class Planned(NamedTuple):
+    """A move into the target ``place``, through other dtypes before that of the target."""
+
+    place: str
+    move: Move
+    through: tuple[torch.dtype, ...] = ()
+
+
+class Recorded(NamedTuple):
+    """The loader's answers for one checkpoint."""
+
+    # of each planned tensor; none for a tensor that the rank has no use for
+    moves: Mapping[str, tuple[Planned, ...]]
+    # why a tensor is not planned
+    unplanned: Mapping[str, str]
+    # why a target is not written by moves alone
+    computed: Mapping[str, str]
+    # names of the targets that were written
+    written: frozenset[str]
+
+
+class _Content(NamedTuple):
+    """What a memory in between holds."""
+
+    # addresses of its elements, or None if they are computed
+    found: torch.Tensor | None
+    # dtypes on the way of the elements
+    through: tuple[torch.dtype, ...] = ()
+    # the received tensors behind it
+    names: frozenset[str] = frozenset()
+    why: str = ""
+
+
+@dataclass
+class _Target:
+    name: str
+    kind: Kind
+    # in order; no name for constants
+    writes: list[tuple[str | None, Planned]] = field(default_factory=list)
+    # why there are other writes, and the received tensors behind those
+    why: str | None = None
+    names: set[str] = field(default_factory=set)
+
+    def names_behind(self) -> set[str]:
+        return self.names | {name for name, _ in self.writes if name is not None}
+
+    def refuse_overlaps(self) -> None:
+        """Note that two writes of one element differ: then their order counts."""
+        # a constant before all tensors is what padding keeps
+        first = next((at for at, (name, _) in enumerate(self.writes) if name is not None), 0)
+        distinct = dict.fromkeys(self.writes[first:])
+        if self.why is None and overlap([planned.move.target for _, planned in distinct]):
+            self.why = "several tensors are written to one place"
+
+
+class _Numbers(TorchFunctionMode):
+    """Lets SGLang's own loader fill a weight of one element, which it does by a number.
+
+    A tensor without memory has no number. Other readers get torch's error: they may compute with
+    the number, or decide by it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_fill = func is torch.Tensor.item and (
+            sys._getframe(1).f_code is default_weight_loader.__code__
+        )
+        if is_fill and (number := self._recorder.number_of(args[0])) is not None:
+            return number
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Follows one run of a loader on tensors of the meta device, on the thread of that run."""
+
+    def __init__(self, targets: Targets, recomputed: Collection[str] = ()) -> None:
+        """``targets``: all memory that the loader may write, by ``memory_key``.
+
+        ``recomputed``: names of derived targets that are computed anew after each update.
+        """
+        super().__init__()
+        self._targets = {key: _Target(t.name, t.kind) for key, t in targets.items()}
+        self._recomputed = frozenset(recomputed)
+        # keeps memory whose key is in use below
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        # position in ``_names``, and dtypes on the way
+        self._received: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
+        self._between: dict[int, _Content] = {}
+        self._names: list[str] = []
+        self._unplanned: dict[str, str] = {}
+        # offset and name of the tensor that SGLang's own loader is about to copy as a number
+        self._number: tuple[int, str] | None = None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what this thread does in this context."""
+        with _Numbers(self), self:
+            yield
+
+    @property
+    def current(self) -> str | None:
+        """The last tensor that the loader has got."""
+        return self._names[-1] if self._names else None
+
+    def number_of(self, tensor: torch.Tensor) -> float | None:
+        """Return a number for the received element that is about to fill a weight, else None."""
+        found = self._received.get(memory_key(tensor))
+        if found is None or found[1]:
+            return None
+        self._number = int(tensor.storage_offset()), self._names[found[0]]
+        return 0.0
+
+    def receive_each(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Follow ``weights``, each contiguous and in a memory of its own, on their way."""
+        for name, tensor in weights:
+            self._received[self._keep(tensor)] = len(self._names), ()
+            self._names.append(name)
+            yield without_threads(name, tensor)
+            self._forget_unused()
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        key = memory_key(tensor)
+        self._storages[key] = tensor.untyped_storage()
+        return key
+
+    def _forget_unused(self) -> None:
+        for key in [*self._between]:
+            if torch._C._storage_Use_Count(key) <= _OURS_ALONE:
+                del self._between[key], self._storages[key]
+
+    # ---- operations ----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        if self._number is not None and func is not _FILL:
+            self._leave_out({self._number[1]}, "its value is read")
+            self._number = None
+        written = written_arguments(func)
+        read: list[torch.Tensor] = []
+        into: list[torch.Tensor] = []
+        for at, value in (*enumerate(args), *kwargs.items()):
+            (into if at in written else read).extend(tensors_of(value))
+        result = func(*args, **kwargs)
+        if func is _COPY:
+            self._copy(args[0], args[1])
+        elif func in _FILLS:
+            self._fill(args[0], read)
+        elif into:
+            for tensor in into:
+                self._compute(tensor, [*read, *into], f"{func}")
+        elif func in _MOVES_DATA:
+            self._move(func, args, kwargs, result, read)
+        else:
+            self._follow(f"{func}", result, read)
+        return result
+
+    def _copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
+        of = of.expand(to.shape)
+        target = self._targets.get(memory_key(to))
+        if target is None:
+            self._copy_between(to, of)
+        elif target.kind is not Kind.FOREIGN and to.numel():
+            found = self._received.get(memory_key(of))
+            if found is not None:
+                number, through = found
+                moves = [(self._names[number], move(Box.of(of), Box.of(to)), through)]
+            else:
+                moves = [*self._moves_between(target, to, of)]
+            for name, each, through in moves:
+                target.writes.append((name, Planned(target.name, each, through)))
+
+    def _moves_between(
+        self, target: _Target, to: torch.Tensor, of: torch.Tensor
+    ) -> Iterator[tuple[str | None, Move, tuple[torch.dtype, ...]]]:
+        content = self._content(of)
+        if content.found is None:
+            self._spoil(target, content.names, content.why)
+            return
+        try:
+            for number, each in moves_of(content.found.contiguous(), Box.of(to)):
+                yield None if number is None else self._names[number], each, content.through
+        except TooMany:
+            self._spoil(target, content.names, "the loader mixes its elements")
+
+    def _copy_between(self, to: torch.Tensor, of: torch.Tensor) -> None:
+        before, content = self._memory(to), self._content(of)
+        names = before.names | content.names
+        if not names:
+            return
+        if memory_key(to) in self._received:
+            self._leave_out(names, "the loader writes into it")
+            return
+        through = {each.through for each in (before, content) if each.names}
+        if before.found is None or content.found is None or len(through) > 1:
+            why = before.why or content.why or "its parts have several dtypes"
+            self._put(to, _Content(None, names=names, why=why))
+            return
+        if to.dtype != of.dtype and before.names:
+            self._put(to, _Content(None, names=names, why="its parts have several dtypes"))
+            return
+        casts = (to.dtype,) if to.dtype != of.dtype else ()
+        # nobody else has this content
+        Box.of(to).view(before.found).copy_(content.found)
+        self._put(to, _Content(before.found, (*next(iter(through)), *casts), names))
+
+    def _fill(self, to: torch.Tensor, read: list[torch.Tensor]) -> None:
+        number, self._number = self._number, None
+        target = self._targets.get(memory_key(to))
+        if self._names_behind(read):
+            self._compute(to, read, "a fill by a tensor")
+        elif target is None and number is not None:
+            self._leave_out({number[1]}, "its value is read")
+        elif target is None:
+            self._copy_between(to, torch.empty((), dtype=to.dtype).expand(to.shape))
+        elif target.kind is not Kind.FOREIGN and to.numel():
+            offset, name = (0, None) if number is None else number
+            box = Box(offset, tuple(to.shape), (0,) * to.dim())
+            target.writes.append((name, Planned(target.name, move(box, Box.of(to)))))
+
+    def _move(
+        self, func: Any, args: Any, kwargs: Any, result: torch.Tensor, read: list[torch.Tensor]
+    ) -> None:
+        if memory_key(result) in {memory_key(tensor) for tensor in read}:
+            return
+        names = frozenset(self._names_behind(read))
+        if not names:
+            return
+        if func is _CAST and self._is_like_received(args[0], result):
+            number, through = self._received[memory_key(args[0])]
+            cast = () if result.dtype == args[0].dtype else (result.dtype,)
+            self._received[self._keep(result)] = number, (*through, *cast)
+            return
+        positions = [p for at in _MOVES_DATA[func] for p in tensors_of(args[at])]
+        if any(tensor.is_meta for tensor in positions):
+            self._follow(f"{func}", result, read)
+            return
+        moved = [each for each in read if not any(each is other for other in positions)]
+        contents = {id(tensor): self._content(tensor) for tensor in moved}
+        through = {content.through for content in contents.values() if content.names}
+        casts = {tensor.dtype for tensor in moved} - {result.dtype}
+        why = next((each.why for each in contents.values() if each.found is None), None)
+        if why is not None or len(through) > 1 or (casts and func is not _CAST):
+            self._follow(why or f"{func} of several dtypes", result, read)
+            return
+        args = _with_addresses(args, {key: content.found for key, content in contents.items()})
+        if func is _CAST:
+            found = args[0]
+        elif func is _aten.constant_pad_nd.default:
+            found = func(*args[:2], CONSTANT)
+        else:
+            found = func(*args, **kwargs)
+        flat = _constants(result.untyped_storage().nbytes() // result.itemsize)
+        Box.of(result).view(flat).copy_(found)
+        self._put(result, _Content(flat, (*next(iter(through)), *casts), names))
+
+    def _is_like_received(self, tensor: torch.Tensor, result: torch.Tensor) -> bool:
+        """Return whether ``result`` has the elements of all of a received tensor, in its order."""
+        key = memory_key(tensor)
+        if key not in self._received:
+            return False
+        is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        return is_whole and tensor.is_contiguous() and result.is_contiguous()
+
+    def _follow(self, why: str, result: Any, read: list[torch.Tensor]) -> None:
+        names = self._names_behind(read)
+        inputs = {memory_key(tensor) for tensor in read}
+        made = [*tensors_of(result)]
+        if not made:
+            self._leave_out(names, f"its values are read by {why}")
+        for tensor in made:
+            if names and memory_key(tensor) not in inputs:
+                self._put(tensor, _Content(None, names=frozenset(names), why=why))
+
+    # ---- contents ------------------------------------------------------------------------
+
+    def _content(self, view: torch.Tensor) -> _Content:
+        """Return the content of ``view``: ``found`` has its shape."""
+        if (found := self._received.get(memory_key(view))) is not None:
+            number, through = found
+            names = frozenset({self._names[number]})
+            if view.numel() > _MOST_FOLLOWED:
+                return _Content(None, names=names, why="the loader uses too large a part at once")
+            return _Content(addresses(number, Box.of(view)), through, names)
+        content = self._memory(view)
+        if content.found is None:
+            return content
+        return content._replace(found=Box.of(view).view(content.found))
+
+    def _memory(self, tensor: torch.Tensor) -> _Content:
+        """Return the content of the memory of ``tensor``: ``found`` is flat."""
+        key = memory_key(tensor)
+        if (content := self._between.get(key)) is not None:
+            return content
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+        if (found := self._received.get(key)) is not None:
+            return _Content(None, names=frozenset({self._names[found[0]]}))
+        target = self._targets.get(key)
+        names = frozenset() if target is None else frozenset(target.names_behind())
+        if numel > _MOST_FOLLOWED:
+            return _Content(None, names=names, why="the loader uses too large a part at once")
+        flat = _constants(numel)
+        if target is None or not names:
+            return _Content(flat)
+        through = {planned.through for name, planned in target.writes if name is not None}
+        if target.why is not None or len(through) > 1:
+            return _Content(None, names=names, why=target.why or "its parts have several dtypes")
+        numbers = {name: number for number, name in enumerate(self._names) if name in names}
+        for name, planned in target.writes:
+            to = planned.move.target.view(flat)
+            if name is None:
+                to.fill_(CONSTANT)
+            else:
+                to.copy_(addresses(numbers[name], planned.move.source))
+        return _Content(flat, (*next(iter(through)), tensor.dtype), names)
+
+    def _put(self, tensor: torch.Tensor, content: _Content) -> None:
+        self._between[self._keep(tensor)] = content
+
+    def spoil(self, memory: torch.Tensor, why: str) -> None:
+        """Note that the target in ``memory`` has another content than by moves, for ``why``."""
+        target = self._targets[memory_key(memory)]
+        self._spoil(target, (), why)
+
+    # ---- what is computed ------------------------------------------------------------------
+
+    def _compute(self, to: torch.Tensor, read: Iterable[torch.Tensor], why: str) -> None:
+        names = self._names_behind(read)
+        key = memory_key(to)
+        if (target := self._targets.get(key)) is not None:
+            if target.kind is not Kind.FOREIGN:
+                self._spoil(target, names, why)
+        elif key in self._received:
+            self._leave_out(names, "the loader writes into it")
+        elif names:
+            self._put(to, _Content(None, names=frozenset(names), why=why))
+
+    def _names_behind(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        names: set[str] = set()
+        for tensor in tensors:
+            key = memory_key(tensor)
+            if (found := self._received.get(key)) is not None:
+                names.add(self._names[found[0]])
+            elif (content := self._between.get(key)) is not None:
+                names |= content.names
+            elif (target := self._targets.get(key)) is not None:
+                names |= target.names_behind()
+        return names
+
+    def _spoil(self, target: _Target, names: Iterable[str], why: str) -> None:
+        target.why = target.why or why
+        target.names |= set(names)
+
+    def _leave_out(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self._unplanned.setdefault(name, why)
+
+    # ---- the result --------------------------------------------------------------------------
+
+    def result(self) -> Recorded:
+        """Return what was recorded, after the loader's return."""
+        computed: dict[str, str] = {}
+        moves: dict[str, dict[Planned, None]] = {name: {} for name in self._names}
+        for target in self._targets.values():
+            if target.name in self._recomputed:
+                continue
+            target.refuse_overlaps()
+            for name, planned in target.writes:
+                if name is not None:
+                    moves[name].setdefault(planned)
+            if target.why is not None:
+                computed[target.name] = target.why
+                self._leave_out(target.names_behind(), target.why)
+        return Recorded(
+            {name: tuple(found) for name, found in moves.items() if name not in self._unplanned},
+            dict(self._unplanned),
+            computed,
+            frozenset(t.name for t in self._targets.values() if t.writes or t.why is not None),
+        )
+
+
+def _constants(numel: int) -> torch.Tensor:
+    return torch.full((numel,), CONSTANT, dtype=torch.int64)
+
+
+def _with_addresses(value: Any, found: Mapping[int, torch.Tensor | None]) -> Any:
+    """Return the argument ``value`` with addresses in place of the tensors in ``found``, by id."""
+    if isinstance(value, torch.Tensor):
+        return found.get(id(value), value)
+    if isinstance(value, list | tuple):
+        return type(value)(_with_addresses(item, found) for item in value)
+    return value
+
+
+def _count_users_of_kept_memory() -> int:
+    """Return how many references a storage has that only a ``Recorder`` keeps."""
+    kept = torch.empty(1, device="meta").untyped_storage()
+    return torch._C._storage_Use_Count(kept._cdata)
+
+
+_OURS_ALONE = _count_users_of_kept_memory()
