@@ -38,7 +38,9 @@ class Box(NamedTuple):
 
     def view(self, flat: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the elements, in ``flat`` from ``start`` on."""
-        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + start + self.offset)
+        return flat.as_strided(
+            self.sizes, self.strides, flat.storage_offset() + start + self.offset
+        )
 
 
 class Move(NamedTuple):
@@ -149,21 +151,33 @@ def _strides_of(block: torch.Tensor) -> tuple[int, ...] | None:
 
 def _halves(block: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, Box]]:
     """Yield two parts of a block that is no box, cut where its steps change."""
-    dims = [dim for dim in range(block.dim()) if block.shape[dim] > 1]
-    for dim in dims:
-        steps = block.diff(dim=dim)
-        changes = (steps != steps.narrow(dim, 0, 1)).movedim(dim, 0).flatten(1).any(dim=1)
-        if bool(changes.any()):
-            first = int(changes.nonzero()[0])
-            cut = first + 1 if first > 1 else 1
-            break
-    else:
-        # each element steps evenly, and its neighbour by another stride
-        dim = dims[0]
-        cut = block.shape[dim] // 2
+    dim, cut = _find_cut(block)
     rest = block.shape[dim] - cut
     yield block.narrow(dim, cut, rest), _narrow(box, dim, cut, rest)
     yield block.narrow(dim, 0, cut), _narrow(box, dim, 0, cut)
+
+
+def _find_cut(block: torch.Tensor) -> tuple[int, int]:
+    dims = [dim for dim in range(block.dim()) if block.shape[dim] > 1]
+    for dim in dims:
+        steps = block.diff(dim=dim).movedim(dim, 0)
+        same = (steps == steps[:1]).reshape(len(steps), -1).all(dim=1)
+        if bool(same.all()):
+            continue
+        first = int((~same).nonzero()[0])
+        # a lone first step leads to the next part
+        is_lone = first == 1 and (
+            not torch.equal(steps[0], steps[2]) if len(steps) > 2 else _leave(block, dim)
+        )
+        return dim, 1 if is_lone else first + 1
+    # each element steps evenly, and its neighbour by another stride
+    return dims[0], block.shape[dims[0]] // 2
+
+
+def _leave(block: torch.Tensor, dim: int) -> bool:
+    """Return whether the first step along ``dim`` leads to another tensor."""
+    numbers = block.narrow(dim, 0, 2) >> _BITS
+    return bool((numbers != numbers.narrow(dim, 0, 1)).any())
 
 
 def _narrow(box: Box, dim: int, start: int, size: int) -> Box:

@@ -29,9 +29,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def record(
-    model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]
-) -> Recorded:
+def record(model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]) -> Recorded:
     """Return where the loader of ``model`` puts each of ``tensors``, in their order.
 
     ``model`` is in the layout of its checkpoint, and is only read. ``recomputed``: names of its
@@ -46,13 +44,29 @@ def record(
         present = {name: kind for name, kind in tensors.items() if name not in left_out}
         recorded, at, why = _run(model, present, recomputed)
         if recorded is not None:
-            return recorded._replace(unplanned={**recorded.unplanned, **left_out})
+            return _with(recorded, left_out)
         if at is None:
             break
         alike = _pattern(at)
         reason = f"the loader fails on a tensor without memory: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
     return Recorded({}, dict.fromkeys(tensors, f"the loader fails: {why}"), {}, frozenset())
+
+
+def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
+    """Return ``recorded`` with the tensors without which the loader ran.
+
+    A weight that no other tensor wrote may be theirs.
+    """
+    if not left_out:
+        return recorded
+    theirs = dict.fromkeys(recorded.unwritten, next(iter(left_out.values())))
+    return Recorded(
+        recorded.moves,
+        {**recorded.unplanned, **left_out},
+        {**recorded.computed, **theirs},
+        frozenset(),
+    )
 
 
 def _run(

@@ -82,8 +82,8 @@ class Recorded(NamedTuple):
     unplanned: Mapping[str, str]
     # why a target is not written by moves alone
     computed: Mapping[str, str]
-    # names of the targets that were written
-    written: frozenset[str]
+    # names of the weights that no tensor wrote
+    unwritten: frozenset[str]
 
 
 class _Content(NamedTuple):
@@ -435,25 +435,44 @@ class Recorder(TorchDispatchMode):
     # ---- the result --------------------------------------------------------------------------
 
     def result(self) -> Recorded:
-        """Return what was recorded, after the loader's return."""
-        computed: dict[str, str] = {}
-        moves: dict[str, dict[Planned, None]] = {name: {} for name in self._names}
-        for target in self._targets.values():
-            if target.name in self._recomputed:
-                continue
+        """Return what was recorded, after the loader's return.
+
+        A target is written by moves alone, or by the loader: with all tensors that write it.
+        """
+        targets = [t for t in self._targets.values() if t.name not in self._recomputed]
+        for target in targets:
             target.refuse_overlaps()
+        computed: dict[str, str] = {}
+        while found := [
+            (target, why)
+            for target in targets
+            if target.name not in computed and (why := self._why_computed(target)) is not None
+        ]:
+            for target, why in found:
+                computed[target.name] = why
+                self._leave_out(target.names_behind(), why)
+        planned_names = [name for name in self._names if name not in self._unplanned]
+        moves: dict[str, dict[Planned, None]] = {name: {} for name in planned_names}
+        for target in targets:
             for name, planned in target.writes:
-                if name is not None:
+                if name in moves:
                     moves[name].setdefault(planned)
-            if target.why is not None:
-                computed[target.name] = target.why
-                self._leave_out(target.names_behind(), target.why)
         return Recorded(
-            {name: tuple(found) for name, found in moves.items() if name not in self._unplanned},
+            {name: tuple(found) for name, found in moves.items()},
             dict(self._unplanned),
             computed,
-            frozenset(t.name for t in self._targets.values() if t.writes or t.why is not None),
+            frozenset(
+                target.name
+                for target in targets
+                if target.kind is Kind.WEIGHT and not target.writes and target.why is None
+            ),
         )
+
+    def _why_computed(self, target: _Target) -> str | None:
+        if target.why is not None:
+            return target.why
+        names = target.names_behind() & self._unplanned.keys()
+        return None if not names else self._unplanned[min(names)]
 
 
 def _constants(numel: int) -> torch.Tensor:
