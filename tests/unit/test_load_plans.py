@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.update.plans.moves import (
     moves_of,
     overlap,
 )
+from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.plans.recorder import Recorded
 
@@ -361,3 +362,65 @@ def test_constants_are_no_tensors() -> None:
 )
 def test_overlap_is_seen_and_neighbours_are_not(one: Box, other: Box, expected: bool) -> None:
     assert overlap([one, other]) is expected
+
+
+# ---- plans -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def planned(model: Model, tensors: Tensors) -> tuple[Plan, Tensors]:
+    model.load_weights(tensors.items())
+    kinds = {name: Kind(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    weights = dict(model.named_parameters())
+    return Plan(record(model, kinds, ()), kinds, weights), weights
+
+
+def nothing() -> None:
+    """Never give up."""
+
+
+def test_served_checkpoint_proves_all_of_a_plan() -> None:
+    tensors = checkpoint(0)
+    plan, weights = planned(Holds(), tensors)
+    plan.prove(tensors.items(), weights, nothing)
+    assert plan.needed == set(NAMES)
+    assert not plan.by_loader
+
+
+def test_weight_that_is_not_what_its_moves_give_goes_by_the_loader() -> None:
+    """Post-processing, a kernel or another thread may have written it."""
+    tensors = checkpoint(0)
+    plan, weights = planned(Model(), tensors)
+    with torch.no_grad():
+        weights["b"].view(-1)[5] += 1
+    plan.prove(tensors.items(), weights, nothing)
+    assert plan.by_loader.keys() == {"b"}
+    assert plan.needed == {"a", "c"}
+
+
+def test_weights_that_share_a_tensor_go_by_the_loader_together() -> None:
+    tensors = checkpoint(0)
+    plan, weights = planned(Holds(), tensors)
+    with torch.no_grad():
+        weights["a"].view(-1)[0] += 1
+    plan.prove(tensors.items(), weights, nothing)
+    assert plan.by_loader.keys() == {"a", "b"}
+    assert plan.moves.keys() == {"c"}
+
+
+@pytest.mark.parametrize("other", ["missing", "dtype"])
+def test_tensor_that_does_not_come_as_planned_proves_nothing(other: str) -> None:
+    tensors = checkpoint(0)
+    plan, weights = planned(Model(), tensors)
+    came = {n: t for n, t in tensors.items() if n != "b"}
+    if other == "dtype":
+        came["b"] = tensors["b"].float()
+    plan.prove(came.items(), weights, nothing)
+    assert plan.by_loader.keys() == {"b"}
+
+
+def test_weight_with_holes_goes_by_the_loader() -> None:
+    model = Model()
+    model.b = nn.Parameter(torch.zeros(6, 8, dtype=DTYPE)[:, ::2], requires_grad=False)
+    plan, _ = planned(model, checkpoint(0))
+    assert plan.by_loader.keys() == {"b"}
