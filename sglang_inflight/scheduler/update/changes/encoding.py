@@ -131,7 +131,7 @@ def find_changes(
     differs = (new ^ live).bool()
     if written is not None:
         differs &= written
-    at = _positions_in(differs)
+    at = positions_in(differs)
     if not len(at):
         return None
     width = new.element_size()
@@ -142,7 +142,7 @@ def find_changes(
     return encode(start, len(new), at, new[at])
 
 
-def _positions_in(mask: torch.Tensor) -> torch.Tensor:
+def positions_in(mask: torch.Tensor) -> torch.Tensor:
     """Return the ascending int64 positions at which ``mask``, a row of booleans, is True."""
     if mask.device.type == "cpu":
         # several times as fast as torch's
