@@ -22,12 +22,13 @@ from sglang_inflight.scheduler.update.finished.finished_model import FinishedMod
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
-from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
+from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.live_machine import Open
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES, PreparedSwap, swap_for
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven

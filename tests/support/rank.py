@@ -13,8 +13,10 @@ from sglang_inflight.messages import TensorSource, Voted
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.shadow import ShadowParameters, weights_of
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
@@ -29,6 +31,9 @@ _UNLIMITED = Budget()
 
 class Rank:
     """A rank that runs the jobs of real updates on this thread, without a server."""
+
+    # whether tensors of the start's checkpoint go by a plan, recorded and not proven
+    plans = False
 
     def __init__(
         self,
@@ -50,6 +55,10 @@ class Rank:
         self.shadowed._checkpoint_shapes = {
             name: tuple(shape) for name, shape in checkpoint_shapes.items()
         }
+        if self.plans and mode is not StagingMode.OFF and checkpoint_shapes:
+            dtype = next(model.parameters()).dtype
+            kinds = {n: Kind(tuple(shape), dtype) for n, shape in checkpoint_shapes.items()}
+            self.shadowed._plan = Plan.of(record(model, kinds), kinds, dict(weights_of(model)))
         self.writes = 0
         if mode is StagingMode.OFF:
             self.shadowed.on_write = self._count_write
@@ -74,6 +83,10 @@ class Rank:
         # the vote for the last update
         self.voted: Voted
 
+    @property
+    def has_plan(self) -> bool:
+        return self.shadowed._plan is not None
+
     def fill_hollow(self, call: Tensors) -> int:
         """Make a partial update of hollow weights. Return the number of elements still missing."""
         opened: Any = SimpleNamespace(
@@ -95,7 +108,7 @@ class Rank:
         self.base_digest, self.digest = update.base_digest, update.sealed.digest
         self._previous = update.sealed.swap
         self._previous.make()
-        self._jobs.note_commit()
+        self._jobs.note_commit(rolls_back=False)
 
     def begin(self, *, partial: bool = False) -> Update:
         opened: Any = SimpleNamespace(

@@ -34,6 +34,8 @@ from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
 from tests.unit.fakes import name_device_as_trainers_do, uncounted
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 Pairs = Iterable[tuple[str, torch.Tensor]]
 CPU = torch.device("cpu")
 # two tensors do not fit into the trainer's buffer

@@ -6,28 +6,32 @@ import pytest
 import torch
 
 from sglang_inflight.scheduler.update.changes.encoding import PIECE, bits_of, put_into
-from sglang_inflight.scheduler.update.plans.compare import compare
-from sglang_inflight.scheduler.update.plans.plan import Copy
+from sglang_inflight.scheduler.update.plans.compare import Copy, compare
+from sglang_inflight.scheduler.update.weight import Weight
 
 Tensors = dict[str, torch.Tensor]
+
+
+def copy_into(weights: Tensors, name: str, to: torch.Tensor, of: torch.Tensor) -> Copy:
+    return Copy(Weight(name, weights[name], weights[name]), to, of)
 
 
 def apply(copies: list[Copy], weights: Tensors) -> Tensors:
     """Return the weights after the exchange of what ``compare`` finds."""
     changed = {name: weight.clone() for name, weight in weights.items()}
     seen = {name: torch.zeros(weight.numel(), dtype=torch.int8) for name, weight in weights.items()}
-    for place, part in compare(copies, weights):
-        put_into(part, bits_of(changed[place]))
-        seen[place][part.start + part.positions()] += 1
+    for weight, part in compare(copies):
+        put_into(part, bits_of(changed[weight.name]))
+        seen[weight.name][part.start + part.positions()] += 1
     assert all(int(count.max()) <= 1 for count in seen.values())
     return changed
 
 
 def moved(copies: list[Copy], weights: Tensors) -> Tensors:
     expected = {name: weight.clone() for name, weight in weights.items()}
-    for place, to, of in copies:
-        where = to.shape, to.stride(), to.storage_offset() - weights[place].storage_offset()
-        expected[place].view(-1).as_strided(*where).copy_(of)
+    for weight, to, of in copies:
+        where = to.shape, to.stride(), to.storage_offset() - weight.live.storage_offset()
+        expected[weight.name].view(-1).as_strided(*where).copy_(of)
     return expected
 
 
@@ -63,12 +67,12 @@ def test_exchange_of_what_is_found_gives_what_the_copies_give(
         new = to.clone().float()
         is_changed = torch.rand(to.shape, generator=random) < share
         new[is_changed] += 1
-        copies.append(Copy(place, to, new.to(dtype)))
+        copies.append(copy_into(weights, place, to, new.to(dtype)))
     found, expected = apply(copies, weights), moved(copies, weights)
     for name in weights:
         assert torch.equal(bits_of(found[name]), bits_of(expected[name])), name
     if not share:
-        assert not list(compare(copies, weights))
+        assert not list(compare(copies))
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -76,8 +80,11 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
     weights = weights_of((2 * PIECE + 77,), (9,), dtype=torch.bfloat16)
     new = weights["w0"].clone()
     new[::step] += 1
-    copies = [Copy("w1", weights["w1"], -weights["w1"]), Copy("w0", weights["w0"], new)]
-    parts = list(compare(copies, weights))
+    copies = [
+        copy_into(weights, "w1", weights["w1"], -weights["w1"]),
+        copy_into(weights, "w0", weights["w0"], new),
+    ]
+    parts = list(compare(copies))
     assert all(part.length <= PIECE for _, part in parts)
     assert sum(part.changed for _, part in parts) == len(new[::step]) + 9
     found = apply(copies, weights)
@@ -87,6 +94,6 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
 
 def test_bits_count_and_not_values() -> None:
     weights = {"w": torch.tensor([0.0, torch.nan, 1.0])}
-    copies = [Copy("w", weights["w"], torch.tensor([-0.0, torch.nan, 1.0]))]
-    ((_, part),) = compare(copies, weights)
+    copies = [copy_into(weights, "w", weights["w"], torch.tensor([-0.0, torch.nan, 1.0]))]
+    ((_, part),) = compare(copies)
     assert part.changed == 1

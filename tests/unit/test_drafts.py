@@ -26,6 +26,8 @@ from sglang_inflight.scheduler.update.update import Names, Update
 from sglang_inflight.vocabulary.errors import Altered, Refused
 from tests.unit.fakes import uncounted
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 Weights = dict[str, torch.Tensor]
 Piece = tuple[Selector, Weights]
 

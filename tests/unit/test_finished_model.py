@@ -25,11 +25,12 @@ from sglang_inflight.scheduler.update.finished.places import (
 )
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
-from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
+from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.unit.finishing import Finish, Finishing

@@ -23,6 +23,7 @@ from sglang_inflight.scheduler.update.plans.moves import (
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.plans.recorder import Recorded
+from sglang_inflight.scheduler.update.rate import UNPACED
 
 Tensors = dict[str, torch.Tensor]
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -38,6 +39,10 @@ def checkpoint(seed: int, dtype: torch.dtype = DTYPE) -> Tensors:
 
 class Model(nn.Module):
     """Three weights. ``load`` gets each tensor of the checkpoint, of the weights' shape."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    c: nn.Parameter
 
     def __init__(self, dtype: torch.dtype = DTYPE) -> None:
         super().__init__()
@@ -56,7 +61,7 @@ class Model(nn.Module):
 
 def recorded(model: nn.Module, tensors: Tensors) -> Recorded:
     kinds = {name: Kind(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    return record(model, kinds, ())
+    return record(model, kinds)
 
 
 def replay(found: Recorded, model: nn.Module, tensors: Tensors) -> None:
@@ -100,6 +105,7 @@ class Holds(Model):
             both = torch.cat([self.held[:3], tensor[3:]], dim=0)
             self.a.data.copy_(both)
             self.b.data.copy_(torch.stack([tensor.t()[0], self.held.t()[1]]).repeat(2, 1).t())
+            self.held = None
         else:
             super().load(name, tensor.flip(1).clone())
 
@@ -371,8 +377,8 @@ def test_overlap_is_seen_and_neighbours_are_not(one: Box, other: Box, expected: 
 def planned(model: Model, tensors: Tensors) -> tuple[Plan, Tensors]:
     model.load_weights(tensors.items())
     kinds = {name: Kind(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    weights = dict(model.named_parameters())
-    return Plan(record(model, kinds, ()), kinds, weights), weights
+    weights: Tensors = dict(model.named_parameters())
+    return Plan.of(record(model, kinds), kinds, weights), weights
 
 
 def nothing() -> None:
@@ -382,7 +388,7 @@ def nothing() -> None:
 def test_served_checkpoint_proves_all_of_a_plan() -> None:
     tensors = checkpoint(0)
     plan, weights = planned(Holds(), tensors)
-    plan.prove(tensors.items(), weights, nothing)
+    plan.prove(tensors.items(), weights, nothing, UNPACED)
     assert plan.needed == set(NAMES)
     assert not plan.by_loader
 
@@ -393,7 +399,7 @@ def test_weight_that_is_not_what_its_moves_give_goes_by_the_loader() -> None:
     plan, weights = planned(Model(), tensors)
     with torch.no_grad():
         weights["b"].view(-1)[5] += 1
-    plan.prove(tensors.items(), weights, nothing)
+    plan.prove(tensors.items(), weights, nothing, UNPACED)
     assert plan.by_loader.keys() == {"b"}
     assert plan.needed == {"a", "c"}
 
@@ -403,7 +409,7 @@ def test_weights_that_share_a_tensor_go_by_the_loader_together() -> None:
     plan, weights = planned(Holds(), tensors)
     with torch.no_grad():
         weights["a"].view(-1)[0] += 1
-    plan.prove(tensors.items(), weights, nothing)
+    plan.prove(tensors.items(), weights, nothing, UNPACED)
     assert plan.by_loader.keys() == {"a", "b"}
     assert plan.moves.keys() == {"c"}
 
@@ -415,7 +421,7 @@ def test_tensor_that_does_not_come_as_planned_proves_nothing(other: str) -> None
     came = {n: t for n, t in tensors.items() if n != "b"}
     if other == "dtype":
         came["b"] = tensors["b"].float()
-    plan.prove(came.items(), weights, nothing)
+    plan.prove(came.items(), weights, nothing, UNPACED)
     assert plan.by_loader.keys() == {"b"}
 
 

@@ -191,7 +191,7 @@ def test_model_written_in_place_is_compared_with_no_checkpoint_until_one_comes()
         with pytest.raises(Unproven):
             prove(model, again=True)
         model.finish()
-        model.note_commit()
+        model.note_commit(rolls_back=False)
     prove(model, again=True)
     assert search.begun == 1
 

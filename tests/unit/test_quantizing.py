@@ -42,6 +42,8 @@ from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import uncounted
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
 BLOCKS: dict[str, Any] = {"weight_block_size": [4, 8]}

@@ -26,6 +26,8 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.swap import ContentSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]
 

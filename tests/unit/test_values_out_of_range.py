@@ -15,6 +15,8 @@ from sglang_inflight.vocabulary.errors import Refused
 from tests.support.pool import MASKING_LOADER
 from tests.support.rank import Rank
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 Tensors = dict[str, torch.Tensor]
 
 SHAPES = {"short": (4,), "brain": (4,), "wide": (4,), "cast": (4,), "q": (2, 2), "k": (2, 2)}

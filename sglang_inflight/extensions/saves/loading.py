@@ -17,12 +17,12 @@ from sglang_inflight.extensions.saves.tensors import parse_number
 from sglang_inflight.messages import SERVED, SavedFolderSource, SavedVersion
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
 from sglang_inflight.scheduler.update.finished.places import Number
-from sglang_inflight.scheduler.update.forms import Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import refresh_derived
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import Loaded
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest

@@ -120,6 +120,7 @@ class Commits:
             call.weight_version or previous.version,
             call.kv_cache,
             empty_cache=False,
+            rolls_back=True,
         )
 
     def describe(self) -> WeightsStatus:
@@ -147,12 +148,13 @@ class Commits:
         kv_cache: KVPolicy,
         *,
         empty_cache: bool,
+        rolls_back: bool = False,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = swap()
-        self._staging.note_commit()
+        self._staging.note_commit(rolls_back=rolls_back)
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
         except Exception as error:

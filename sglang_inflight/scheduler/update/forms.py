@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -20,20 +20,14 @@ from sglang_inflight.scheduler.update.checks.coverage import (
 )
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
+from sglang_inflight.scheduler.update.weight import Moved, Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
-
-
-class Weight(NamedTuple):
-    """A weight, and what a loader addresses in its place."""
-
-    name: str
-    live: torch.Tensor
-    shadow: torch.Tensor
 
 
 class Form(Protocol):
@@ -55,6 +49,21 @@ class Form(Protocol):
 
         ``keeps``: elements that are not sent keep their value. Raises ``Unproven`` if a commit
         could not write the weight, and an update in place can. ``check`` raises to give up.
+        """
+
+    def expect(self, weight: Weight, *, keeps: bool) -> None:
+        """Make ``weight`` ready for moves. ``keeps``: elements without a move keep their value.
+
+        A weight that gets none is left out of the commit. Raises as ``add``.
+        """
+
+    def move(self, moved: Sequence[Moved]) -> None:
+        """Stage elements of expected weights. No element is staged twice."""
+
+    def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
+        """Make an expected ``weight`` ready for the loader's writes, too. ``sent``: moved so far.
+
+        ``keeps``: as for ``add``.
         """
 
     def put(self, weight: Weight, new: torch.Tensor) -> None:
@@ -114,6 +123,8 @@ class WholeCopies:
         self._rate_limit = rate_limit
         self._recorder: Recorder | None = None
         self._check_finite = False
+        # expected weights without a move so far, and whether they keep elements, by the shadow's id
+        self._unmoved: dict[int, bool] = {}
 
     @property
     def recorder(self) -> Recorder | None:
@@ -128,7 +139,7 @@ class WholeCopies:
             self._recorder = None
 
     def begin(self) -> None:
-        pass
+        self._unmoved.clear()
 
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
         check()
@@ -141,7 +152,42 @@ class WholeCopies:
             for (piece,) in self._rate_limit.cut(weight.shadow):
                 mark(piece)
 
+    def expect(self, weight: Weight, *, keeps: bool) -> None:
+        assert self._swap is not None
+        self._swap.check(*weight)
+        self._unmoved[id(weight.shadow)] = keeps
+
+    def move(self, moved: Sequence[Moved]) -> None:
+        to, of = [], []
+        for each in moved:
+            self._touch(each.weight)
+            view = each.box.view(each.weight.shadow.data)
+            if self._rate_limit.is_one_piece(2 * view.nbytes):
+                to.append(view)
+                of.append(each.of)
+            else:
+                copy_in_pieces(self._rate_limit, view, each.of)
+        if to:
+            torch._foreach_copy_(to, of)
+            self._rate_limit.spend(sum(view.nbytes for view in to))
+
+    def _touch(self, weight: Weight) -> None:
+        if self._unmoved.pop(id(weight.shadow), False):
+            for to, of in self._rate_limit.cut(weight.shadow, weight.live):
+                to.copy_(of)
+
+    def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
+        self._unmoved.pop(id(weight.shadow), None)
+        if not sent:
+            self.add(weight, keeps=keeps, check=_do_nothing)
+        elif not keeps:
+            came = weight.shadow.detach().clone()
+            self.add(weight, keeps=False, check=_do_nothing)
+            for box in sent:
+                box.view(weight.shadow.data).copy_(box.view(came))
+
     def put(self, weight: Weight, new: torch.Tensor) -> None:
+        self._unmoved.pop(id(weight.shadow), None)
         for to, of in self._rate_limit.cut(weight.shadow, new):
             to.copy_(of)
 
@@ -158,6 +204,9 @@ class WholeCopies:
             shadow.copy_(weight.live)
 
     def read(self, digest: Digest, name: str, weight: Weight, *, counts: bool) -> Iterator[int]:
+        if id(weight.shadow) in self._unmoved:
+            yield from read_live(digest, name, weight, self._rate_limit)
+            return
         is_marked = counts and can_mark(weight.shadow)
         marked, others = 0, False
         for piece in digest.read(name, weight.shadow):
@@ -179,7 +228,7 @@ class WholeCopies:
         derived: Sequence[tuple[torch.Tensor, torch.Tensor]],
         numbers: Sequence[NumberSwap] = (),
     ) -> PreparedSwap:
-        pairs = [(weight.live, weight.shadow) for weight in weights]
+        pairs = [(w.live, w.shadow) for w in weights if id(w.shadow) not in self._unmoved]
         return PreparedSwap(self._swap, (*pairs, *derived), numbers=tuple(numbers))
 
     def describe(self) -> StagedChanges:
@@ -224,6 +273,16 @@ class Changes:
         self._swap.check(*weight)
         self.recorder.add(weight.name, memory_key(weight.shadow), keeps=keeps)
 
+    def expect(self, weight: Weight, *, keeps: bool) -> None:
+        # elements without a change are those that are served
+        self.add(weight, keeps=True, check=_do_nothing)
+
+    def move(self, moved: Sequence[Moved]) -> None:
+        self.recorder.move(moved)
+
+    def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
+        self.recorder.leave(weight.live, sent, keeps=keeps)
+
     def put(self, weight: Weight, new: torch.Tensor) -> None:
         # no holes: ``add`` has refused them
         to, of = (t.detach().as_strided((t.numel(),), (1,)) for t in (weight.shadow, new))
@@ -257,3 +316,7 @@ class Changes:
 
     def describe(self) -> StagedChanges:
         return self.recorder.describe()
+
+
+def _do_nothing() -> None:
+    pass

@@ -50,7 +50,7 @@ from sglang_inflight.scheduler.update.finished.kv_scales import (
     kv_scales_of,
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place
-from sglang_inflight.scheduler.update.forms import Weight, read_live
+from sglang_inflight.scheduler.update.forms import read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
@@ -76,6 +76,7 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import WholeLoader
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
@@ -181,6 +182,7 @@ class Jobs:
                     self._layout,
                     again=proves_again,
                 )
+                model.find_plan(self._device, update.check, self._rate_limit, self._layout)
         self._shadows.build(self._mode_of(update), self._device)
         for model in self._models:
             model.begin(is_partial=self._is_partial(update, model))
@@ -199,9 +201,12 @@ class Jobs:
             return Opened(in_place=True)
         form = self._shadows.form
         form.begin()
+        for model in models:
+            model.expect(update.check)
         for model, weight in self._weights(update.roles):
-            keeps = self._is_partial(update, model) or model.finishes
-            form.add(weight, keeps=keeps, check=update.check)
+            if not model.is_planned(weight.name):
+                keeps = self._is_partial(update, model) or model.finishes
+                form.add(weight, keeps=keeps, check=update.check)
         return Opened(in_place=False)
 
     def fill(
@@ -395,11 +400,11 @@ class Jobs:
         for model in self._models:
             model.stop_proving()
 
-    def note_commit(self) -> None:
+    def note_commit(self, *, rolls_back: bool) -> None:
         """Note that other weights are served. Called on the scheduler's thread, between updates."""
         self._kv_scales = None
         for model in self._models:
-            model.note_commit()
+            model.note_commit(rolls_back=rolls_back)
 
     def drop(self) -> None:
         """Release the sender's memory, and what a dropped update has loaded."""
@@ -615,26 +620,35 @@ class Jobs:
         digest = Digest()
         for model, weight in self._weights(self._all_roles):
             name = f"{model.role}.{weight.name}"
-            missing = 0
+            is_whole, is_planned = model.role in whole, model.is_planned(weight.name)
+            if is_whole and is_planned and (missing := model.missing(weight.name)) is not None:
+                raise self._incomplete(update, whole, weight, missing.elements)
             if model.role in shadowed:
-                read = self._shadows.form.read(digest, name, weight, counts=model.role in whole)
+                counts = is_whole and not is_planned
+                read = self._shadows.form.read(digest, name, weight, counts=counts)
             else:
                 read = read_live(digest, name, weight, self._rate_limit)
+            unwritten = 0
             for count in read:
                 update.check()
-                missing += count
-            if missing:
-                unsent = self._unsent(update, whole)
-                raise Refused(
-                    f"the update is not complete: {missing} of {weight.live.numel()} elements of "
-                    f"{weight.name!r} were not sent"
-                    + (f"; not sent: {list_names(unsent)}" if unsent else "")
-                    + ". Send them, or set partial=true"
-                )
+                unwritten += count
+            if unwritten:
+                raise self._incomplete(update, whole, weight, unwritten)
         for model in self._models:
             if isinstance(model.shadow, FinishedModel):
                 digest.add(model.shadow.describe_numbers(as_staged=model.role in shadowed))
         return digest.hexdigest()
+
+    def _incomplete(
+        self, update: Update, whole: set[str], weight: Weight, elements: int
+    ) -> Refused:
+        unsent = self._unsent(update, whole)
+        return Refused(
+            f"the update is not complete: {elements} of {weight.live.numel()} elements of "
+            f"{weight.name!r} were not sent"
+            + (f"; not sent: {list_names(unsent)}" if unsent else "")
+            + ". Send them, or set partial=true"
+        )
 
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:
         """Raise ``Refused`` for missing names: weights written in place bear no marks to count."""

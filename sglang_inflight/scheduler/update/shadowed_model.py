@@ -50,6 +50,7 @@ from sglang_inflight.scheduler.update.finished.finished_model import (
     FinishedModel,
     live_numbers,
     live_tensors_of,
+    memory_of,
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.pristine import construct
@@ -57,10 +58,14 @@ from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.proving import Proving
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
-from sglang_inflight.scheduler.update.forms import Form, Weight
+from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.finding import find_plan
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
+from sglang_inflight.scheduler.update.plans.replay import Missing, Replay
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, use_one_core
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,
@@ -80,6 +85,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import Proof
@@ -134,13 +140,23 @@ class ShadowedModel:
         self.unproven: str | None = None
         self._proving: Proving[Recipe] | None = None
         self._may_be_proven_later = False
-        # written in place since the start's or a commit's checkpoint, and what the open update
-        # writes: a checkpoint, something else, or nothing (None)
+        self._plan: Plan | None = None
+        # why the last search found no plan, None before it
+        self._why_unplanned: str | None = None
+        self._finding: Proving[Plan] | None = None
+        self._replay: Replay | None = None
+        # memory of weights that another model owns, by ``memory_key``
+        self._foreign: set[int] = set()
+        # written since the start's or a commit's checkpoint, and what the open update writes: a
+        # checkpoint, something else, or nothing (None)
         self._is_written_otherwise = False
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
+        # whether the model's loader has got a tensor of the open update
+        self._was_asked = False
         self._form: Form | None = None
         self._checkpoint_shapes: Shapes | None = None
+        self._kinds: dict[str, PlanKind] = {}
         self._quantizer = Quantizer({})
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
@@ -214,10 +230,7 @@ class ShadowedModel:
 
         try:
             if self._is_written_otherwise:
-                raise NotNow(
-                    "updates have written it since its checkpoint was loaded: a whole update from "
-                    "disk brings one to compare with"
-                )
+                raise NotNow(_WRITTEN_OTHERWISE)
             self._proving = self._proving or Proving(find, device)
             self._recipe = self._proving.result(check)
         except Dropped as dropped:
@@ -235,15 +248,65 @@ class ShadowedModel:
         """Whether the proof failed for a reason that may pass."""
         return self.unproven is not None and self._may_be_proven_later
 
-    def stop_proving(self) -> None:
-        """End a search that goes on, before the served weights are written or released."""
-        if self._proving is not None:
-            self._proving.stop()
-            self._proving = None
+    def find_plan(
+        self,
+        device: torch.device,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+        layout: Mapping[str, str],
+    ) -> None:
+        """Find the model's plan once. Without one all tensors go by the model's loader.
 
-    def note_commit(self) -> None:
-        """Note that the last update's weights are served. The scheduler's thread calls it."""
-        if self._writes_checkpoint is not None:
+        ``check`` and ``layout``: as for ``prove``.
+        """
+        if self._plan is not None or self.finishes or self._experts_move or not self._kinds:
+            return
+
+        def find(require_wanted: Callable[[], None]) -> Plan:
+            paced = rate_limit.for_another_thread()
+            paced.limit_this_thread()
+            if rate_limit is not UNPACED and device.type == "cpu":
+                use_one_core()
+            model = self.runner.model
+            name = self._name_recipe(model, layout)
+
+            def read_served() -> Weights:
+                if self._is_written_otherwise:
+                    raise NotNow(_WRITTEN_OTHERWISE)
+                return self._read_start_checkpoint(require_wanted, paced)
+
+            return find_plan(model, self._kinds, name, read_served, require_wanted, paced)
+
+        self._finding = self._finding or Proving(find, device)
+        try:
+            self._plan = self._finding.result(check)
+        except Dropped as dropped:
+            raise Dropped(
+                f"{dropped}. The search for where the {self.role} model's tensors go goes on: send "
+                "the update again"
+            ) from dropped
+        except Exception as error:
+            self._why_unplanned = describe(error)
+            logger.warning(
+                "All tensors of the %s model go by its loader: %s", self.role, describe(error)
+            )
+        self._finding = None
+
+    def stop_proving(self) -> None:
+        """End the searches that go on, before the served weights are written or released."""
+        for search in (self._proving, self._finding):
+            if search is not None:
+                search.stop()
+        self._proving = self._finding = None
+
+    def note_commit(self, *, rolls_back: bool) -> None:
+        """Note that other weights are served. The scheduler's thread calls it.
+
+        ``rolls_back``: those before the last update's.
+        """
+        if rolls_back:
+            self._is_written_otherwise = True
+        elif self._writes_checkpoint is not None:
             self._is_written_otherwise = not self._writes_checkpoint
             self._writes_checkpoint = None
 
@@ -331,7 +394,7 @@ class ShadowedModel:
         """
         if self._shadow is not None:
             return
-        self._form = form
+        self._form, self._rate_limit = form, rate_limit
         model = self.runner.model
         if mode is StagingMode.OFF:
             self._shadow = InPlaceModel(
@@ -360,6 +423,7 @@ class ShadowedModel:
         else:
             refuse_shared_memory(model)
             self._shadow = Shadow(model, self._parameters, storage, form.handle_for)
+            self._foreign = memory_of(owners)
 
     @property
     def shadow(self) -> Shadow | FinishedModel | InPlaceModel:
@@ -369,6 +433,8 @@ class ShadowedModel:
     def forget_loaded(self) -> None:
         """Give back what a dropped update has loaded, and not staged."""
         self._held.clear()
+        if self._replay is not None:
+            self._replay.forget()
         if isinstance(self._shadow, FinishedModel):
             self._shadow.forget()
 
@@ -379,7 +445,7 @@ class ShadowedModel:
 
     def forget_shadow(self) -> None:
         """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""
-        self._shadow = self._form = None
+        self._shadow = self._form = self._replay = None
 
     @property
     def holds_graphs(self) -> bool:
@@ -459,6 +525,9 @@ class ShadowedModel:
         if isinstance(self.shadow, FinishedModel):
             self.shadow.take_saved({weight.name: new}, {})
             return
+        self._writes_checkpoint = False
+        if self._replay is not None:
+            self._replay.give_up(weight.name)
         self._form.put(weight, new)
         self._written.add(memory_key(weight.shadow))
 
@@ -491,6 +560,7 @@ class ShadowedModel:
         self._held.clear()
         self._written.clear()
         self._is_partial, self._writes_checkpoint = is_partial, None
+        self._was_asked = False
         self._tied = TiedHead()
         self._quantizer.begin()
         if self._experts_move:
@@ -500,6 +570,29 @@ class ShadowedModel:
             self.shadow.begin(is_partial=is_partial)
         else:
             self.shadow.begin()
+        if self._replay is None and self._plan is not None and isinstance(self.shadow, Shadow):
+            self._replay = self._make_replay(self._plan, self.shadow)
+        if self._replay is not None:
+            self._replay.begin(keeps=is_partial)
+
+    def _make_replay(self, plan: Plan, shadow: Shadow) -> Replay:
+        assert self._form is not None
+        weights = {name: Weight(name, *both) for name, *both in shadow.pairs}
+        owned = {name for name, w in weights.items() if memory_key(w.live) in self._foreign}
+        return Replay(plan.without(owned), weights, self._form, self._rate_limit)
+
+    def expect(self, check: Callable[[], None]) -> None:
+        """Make the form ready for all weights. ``check`` raises to give up."""
+        if self._replay is not None:
+            self._replay.expect(check)
+
+    def is_planned(self, weight: str) -> bool:
+        """Return whether the open update writes ``weight`` by moves alone, or not at all."""
+        return self._replay is not None and self._replay.has(weight)
+
+    def missing(self, weight: str) -> Missing | None:
+        """Return what the open update did not bring of a planned ``weight``, None if all came."""
+        return self._replay.missing(weight) if self._replay is not None else None
 
     def finish(self, *, was_loaded: bool = True) -> None:
         """Finish a model written in place. ``was_loaded``: the model's own loader wrote it."""
@@ -535,6 +628,8 @@ class ShadowedModel:
         if isinstance(self.shadow, Shadow) and self._written:
             with torch.no_grad():
                 self._refresh(self.shadow)
+        if isinstance(self.shadow, Shadow) and not self._was_asked:
+            return
         if (name := self.shadow.find_derived()) is not None:
             self.derived = name
             raise Refused(why_not_staged(self.role, name))
@@ -556,7 +651,7 @@ class ShadowedModel:
             return
         for name, live, shadow in self.shadow.pairs:
             check()
-            if memory_key(shadow) not in self._written:
+            if memory_key(shadow) not in self._written and not self.is_planned(name):
                 self._form.keep_if_unwritten(Weight(name, live, shadow))
 
     def read_checkpoint_shapes(self, check: Callable[[], None]) -> None:
@@ -565,6 +660,7 @@ class ShadowedModel:
             with AbandonableThread(check) as thread:
                 stored, config = thread.do(self._read_checkpoint)
             self._checkpoint_shapes = {name: tensor.shape for name, tensor in stored.items()}
+            self._kinds = {name: PlanKind(*tensor) for name, tensor in stored.items()}
             self._quantizer = Quantizer(find_quantized(stored, config))
 
     @property
@@ -615,6 +711,9 @@ class ShadowedModel:
         """
         if isinstance(self.shadow, InPlaceModel):
             self._note_write_in_place(isinstance(source, DiskSource) and not self._is_partial)
+        else:
+            is_whole = isinstance(source, DiskSource) and not self._is_partial
+            self._writes_checkpoint = is_whole and self._writes_checkpoint is not False
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in OF_CHECKPOINT
         if load_format == DIRECT:
@@ -630,6 +729,7 @@ class ShadowedModel:
         dataflow = Dataflow(
             {},
             before_write=self._before_write,
+            before_read=self._before_read if self._replay is not None else None,
             rate_limit=rate_limit,
             communicates=isinstance(self.shadow, InPlaceModel),
             is_sparse=is_sparse(source),
@@ -657,6 +757,10 @@ class ShadowedModel:
                 rate_limit=rate_limit,
                 counts=checks.quantized,
             )
+        replay = self._replay if is_checkpoint and not self._is_sparse else None
+        if replay is not None:
+            replay.begin_call(check_finite=check_finite)
+            weights = self._without_planned(weights, replay, checks)
         watched = checks.watch(weights, again=self._held)
         try:
             # Restoring may replace parameters, so restore before the loader looks them up. But
@@ -664,15 +768,19 @@ class ShadowedModel:
             first = list(itertools.islice(watched, 1))
             if first:
                 self.restore()
-            with self._leaving_out_nan():
-                dataflow.aim_at(self.shadow.targets(), self._recorder)
-                with dataflow:
-                    chained = itertools.chain(first, watched)
-                    self._load(source, load_format, self._one_at_a_time(chained))
-                    self._finish_complete()
+            if first or replay is None:
+                self._was_asked = True
+                with self._leaving_out_nan():
+                    dataflow.aim_at(self.shadow.targets(), self._recorder)
+                    with dataflow:
+                        chained = itertools.chain(first, watched)
+                        self._load(source, load_format, self._one_at_a_time(chained))
+                        self._finish_complete()
             # a loader may stop before the end: check the rest, which is not loaded
             for _ in watched:
                 pass
+            if replay is not None:
+                replay.flush()
             self._held = checks.finish()
             if self._is_sparse and self._held:
                 raise Refused(
@@ -689,6 +797,18 @@ class ShadowedModel:
         finally:
             del self._checks, self._is_sparse
         return checks
+
+    def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
+        """Move the planned ones of ``weights``, and yield the others."""
+        for name, tensor in weights:
+            if (
+                isinstance(name, str)
+                and isinstance(tensor, torch.Tensor)
+                and replay.take(name, tensor)
+            ):
+                checks.note_moved(name, tensor)
+            else:
+                yield name, tensor
 
     def _one_at_a_time(self, weights: Weights) -> Weights:
         for name, tensor in weights:
@@ -710,9 +830,16 @@ class ShadowedModel:
         if write.target.kind is Kind.WEIGHT:
             self._checks.refuse_wrong_dtype(write)
             self._checks.refuse_too_large(write)
+            if self._replay is not None:
+                self._before_read(write.memory)
             self._written.add(write.memory)
         self.shadow.note_write(write)
         self.on_write()
+
+    def _before_read(self, memory: int) -> None:
+        assert self._replay is not None
+        with Dataflow.untraced():
+            self._replay.leave(memory)
 
     def _leaving_out_nan(self) -> AbstractContextManager[None]:
         assert self._form is not None
@@ -809,6 +936,12 @@ _GRAPH_RUNNERS = (
     "prefill_cuda_graph_runner",
     "graph_runner",
     "piecewise_cuda_graph_runner",
+)
+
+
+_WRITTEN_OTHERWISE = (
+    "updates have written it since its checkpoint was loaded: a whole update from disk brings one "
+    "to compare with"
 )
 
 

@@ -315,9 +315,9 @@ class Staging:
 
         self._worker.submit(call, run)
 
-    def note_commit(self) -> None:
+    def note_commit(self, *, rolls_back: bool) -> None:
         """Note that other weights are served from now on."""
-        self._jobs.note_commit()
+        self._jobs.note_commit(rolls_back=rolls_back)
 
     def forget_shadows(self) -> None:
         """Free the shadows, and the previous version with them, after the device's last swap.

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from sglang_inflight.messages import SavedFolderSource, SavedVersion
-from sglang_inflight.scheduler.update.forms import Weight
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.weight import Weight
 
 
 @dataclass(frozen=True)

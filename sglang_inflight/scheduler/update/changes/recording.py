@@ -24,7 +24,7 @@ Memory that no operation of torch's wrote (numpy, another thread) is noticed at 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -54,8 +54,11 @@ from sglang_inflight.scheduler.update.checks.coverage import (
     marks_in,
     stray_refusal,
 )
+from sglang_inflight.scheduler.update.plans.compare import Copy, compare
+from sglang_inflight.scheduler.update.plans.moves import Box
 from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
-from sglang_inflight.storages import memory_key
+from sglang_inflight.scheduler.update.weight import Moved, Weight
+from sglang_inflight.storages import memory_key, span_of
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
 
@@ -172,6 +175,57 @@ class Recording:
         weight = _Weight(name, live, handle, keeps)
         self._weights[id(live)] = weight
         self._by_memory[memory] = weight
+
+    # ---- moves of planned tensors ------------------------------------------------------
+
+    def move(self, moved: Sequence[Moved]) -> None:
+        """Record moves into weights that no loader writes. No element is moved twice."""
+        groups: dict[torch.dtype, list[Moved]] = {}
+        for each in moved:
+            groups.setdefault(each.weight.live.dtype, []).append(each)
+        for group in groups.values():
+            for batch in self._batches(group):
+                for weight, part in self._compare_moved(batch):
+                    self._add(self._weights[id(weight.live)], part)
+                self._rate_limit.spend(3 * sum(each.to.nbytes for each in batch))
+
+    def _batches(self, moved: Iterable[Moved]) -> Iterator[list[Copy]]:
+        """Yield copies to the served weights, at most ``PIECE`` elements at a time."""
+        batch: list[Copy] = []
+        elements = 0
+        for weight, box, of in moved:
+            for to, piece in _pieces(box.view(weight.live.data), of):
+                if elements + to.numel() > PIECE:
+                    yield batch
+                    batch, elements = [], 0
+                batch.append(Copy(weight, to, piece))
+                elements += to.numel()
+        if batch:
+            yield batch
+
+    def _compare_moved(self, batch: Sequence[Copy]) -> list[tuple[Weight, Part]]:
+        if not self._compares_on_host:
+            try:
+                return [*compare(batch)]
+            except torch.OutOfMemoryError:
+                self._compares_on_host = True
+        return [*compare(batch, torch.device("cpu"))]
+
+    def leave(self, live: torch.Tensor, sent: Iterable[Box], *, keeps: bool) -> None:
+        """Let a loader write a weight, too. ``sent``: where elements were moved so far."""
+        weight = self._weights[id(live)]
+        weight.keeps = keeps
+        if not weight.marks:
+            return
+        for box in sent:
+            view = box.view(live.data)
+            start = box.offset
+            if view.is_contiguous():
+                weight.written.add(start, start + view.numel())
+            else:
+                span = torch.zeros(span_of(view), dtype=torch.bool)
+                span.as_strided(box.sizes, box.strides).fill_(True)
+                weight.written.add_where(start, span)
 
     # ---- the loader's operations -----------------------------------------------------
 

@@ -115,12 +115,16 @@ class Dataflow(TorchDispatchMode):
         targets: Targets,
         *,
         before_write: Callable[[Write], None],
+        before_read: Callable[[int], None] | None = None,
         rate_limit: RateLimit | None = None,
         recorder: Recorder | None = None,
         communicates: bool = False,
         is_sparse: bool = False,
     ) -> None:
         """``before_write`` is called before each write to a weight or to derived memory.
+
+        ``before_read`` is called before an operation reads a weight, with the weight's memory
+        (``memory_key``).
 
         ``communicates``: all ranks do the same between the same two steps, so operations may wait
         for other ranks. Others raise ``Refused``. ``is_sparse``: received tensors have NaN where
@@ -129,6 +133,7 @@ class Dataflow(TorchDispatchMode):
         super().__init__()
         self._targets = targets
         self._before_write = before_write
+        self._before_read = before_read
         self._rate_limit = rate_limit
         self._recorder = recorder
         self._communicates = communicates
@@ -200,6 +205,10 @@ class Dataflow(TorchDispatchMode):
         for at, value in (*enumerate(args), *kwargs.items()):
             (written_tensors if at in written else read).extend(tensors_of(value))
         names, is_known = self._origin(read)
+        if self._before_read is not None:
+            for tensor in read:
+                if self._is_weight(tensor):
+                    self._before_read(memory_key(tensor))
         if func in (_COPY, _FILL) and not read:
             # SGLang's loader writes a weight of one element so
             names = self._as_numbers

@@ -22,7 +22,7 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # every one of these dtypes holds a magnitude up to here
-_HELD_BY_ALL = torch.finfo(torch.float16).max
+HELD_BY_ALL = torch.finfo(torch.float16).max
 _HEADS = ("lm_head.weight",)
 # names in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
 _EMBEDDINGS = (
@@ -118,7 +118,7 @@ class TensorChecks:
 
     def note_magnitude(self, name: str, largest: float) -> None:
         """Remember the largest magnitude of a tensor for ``refuse_too_large``."""
-        if largest > _HELD_BY_ALL:
+        if largest > HELD_BY_ALL:
             self._large[name] = largest
 
     def refuse_too_large(self, write: Write) -> None:
@@ -128,11 +128,7 @@ class TensorChecks:
         for name in sorted(write.names & self._large.keys()):
             largest = torch.tensor(self._large[name], dtype=torch.float64)
             if largest.to(write.dtype).isinf():
-                raise Refused(
-                    f"tensor {shorten(name)!r} holds a value of magnitude {largest:.6g}, and "
-                    f"parameter {write.target.name!r} is {write.dtype}, where it would be "
-                    f"infinite: {torch.finfo(write.dtype).max:.6g} is the largest"
-                )
+                raise infinite_refusal(name, self._large[name], write.target.name, write.dtype)
 
     def count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -169,6 +165,12 @@ class TensorChecks:
         self._current = None
         self._was_taken_whole = True
         self._dataflow.receive_no_more()
+
+    def note_moved(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor that goes past the model's loader, to where its plan says."""
+        self.names.add(name)
+        if self._tied is not None:
+            self._tied.receive(name, tensor)
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return copies of the tensors needed and not yet used by the loader, after its return.
@@ -259,6 +261,14 @@ class TensorChecks:
             if not math.isfinite(largest):
                 raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
         self.note_magnitude(name, largest)
+
+
+def infinite_refusal(name: str, largest: float, weight: str, dtype: torch.dtype) -> Refused:
+    return Refused(
+        f"tensor {shorten(name)!r} holds a value of magnitude {largest:.6g}, and parameter "
+        f"{weight!r} is {dtype}, where it would be infinite: {torch.finfo(dtype).max:.6g} is the "
+        "largest"
+    )
 
 
 class TiedHead:

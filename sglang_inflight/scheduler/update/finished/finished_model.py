@@ -18,10 +18,11 @@ from sglang_inflight.scheduler.update.finished.places import (
 )
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
-from sglang_inflight.scheduler.update.forms import Form, Weight
+from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import NumberSwap
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 

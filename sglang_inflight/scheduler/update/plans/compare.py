@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,88 +25,96 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     encode,
     positions_in,
 )
-from sglang_inflight.scheduler.update.plans.plan import Copy
+from sglang_inflight.scheduler.update.weight import Weight
 
 
-class Compared(NamedTuple):
-    place: str
-    part: Part
+class Copy(NamedTuple):
+    """Elements for a part of a served weight: ``to`` is a view of it, ``of`` has its shape."""
+
+    weight: Weight
+    to: torch.Tensor
+    of: torch.Tensor
 
 
-def compare(copies: Sequence[Copy], weights: Mapping[str, torch.Tensor]) -> Iterator[Compared]:
-    """Yield where ``copies`` would change ``weights``.
+def compare(
+    copies: Sequence[Copy], device: torch.device | None = None
+) -> Iterator[tuple[Weight, Part]]:
+    """Yield the weights that ``copies`` would change, and how.
 
-    The copies' ``to`` are views of ``weights``, which have one dtype and device. No element is in
-    two copies. Needs memory for four times the copies' elements, and for thirty bytes a change.
+    The weights have one dtype and device, and no element is in two copies. ``device``: where to
+    compare, if not there. Needs memory for four times the copies' elements, and for thirty bytes a
+    change.
     """
     if not copies:
         return
-    sizes = [copy.to.numel() for copy in copies]
     first = copies[0].to
-    new, served = (
-        torch.empty(sum(sizes), dtype=first.dtype, device=first.device) for _ in range(2)
-    )
-    torch._foreach_copy_(_shaped(new, copies, sizes), [copy.of for copy in copies])
-    torch._foreach_copy_(_shaped(served, copies, sizes), [copy.to for copy in copies])
+    device = device or first.device
+    new = torch.cat([_row(copy.of, device, first.dtype) for copy in copies])
+    served = torch.cat([_row(copy.to, device, first.dtype) for copy in copies])
     bits = bits_of(new)
     at = positions_in((bits ^ bits_of(served)).bool())
     del served
     if not len(at):
         return
-    ends = torch.tensor(sizes, device=at.device).cumsum(0)
+    sizes = [copy.to.numel() for copy in copies]
+    ends = torch.tensor([*accumulate(sizes)], device=device)
     row = torch.searchsorted(ends, at, right=True)
     width = new.element_size()
     if len(at) * (width + OFFSET_BYTES) >= len(new) * width:
         # values of whole ranges cost less, but a range must be one in the weight
-        yield from _whole(copies, sizes, bits, torch.bincount(row, minlength=len(sizes)), weights)
-        is_one = torch.tensor([copy.to.is_contiguous() for copy in copies], device=at.device)
-        at, row = (each[~is_one[row]] for each in (at, row))
+        is_one = [copy.to.is_contiguous() for copy in copies]
+        counts = torch.bincount(row, minlength=len(sizes)).tolist()
+        yield from _whole(copies, sizes, bits, counts, is_one)
+        rest = ~torch.tensor(is_one, device=device)[row]
+        at, row = at[rest], row[rest]
     if len(at):
-        within = at - (ends - torch.tensor(sizes, device=at.device))[row]
-        yield from _changed(copies, row, within, bits[at], weights)
+        within = at - (ends - torch.tensor(sizes, device=device))[row]
+        yield from _changed(copies, row, within, bits[at])
 
 
-def _shaped(row: torch.Tensor, copies: Sequence[Copy], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return the parts of ``row`` for the copies, each of its copy's shape."""
-    return [
-        part if copy.to.dim() == 1 else part.view(copy.to.shape)
-        for part, copy in zip(torch.split(row, sizes), copies, strict=True)
-    ]
+def _row(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype != dtype or tensor.device != device:
+        tensor = tensor.to(device, dtype)
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _whole(
     copies: Sequence[Copy],
     sizes: Sequence[int],
     bits: torch.Tensor,
-    counts: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-) -> Iterator[Compared]:
+    counts: Sequence[int],
+    is_one: Sequence[bool],
+) -> Iterator[tuple[Weight, Part]]:
     """Yield all values of each copy with a change, as far as it is one range of its weight."""
-    values = torch.split(bits, sizes)
-    for copy, value, count in zip(copies, values, counts.tolist(), strict=True):
-        if count and copy.to.is_contiguous():
-            start = _start(copy, weights)
-            for first in range(0, len(value), PIECE):
-                some = value[first : first + PIECE].clone()
-                # the first piece stands for all
-                changed = 0 if first else count
-                yield Compared(copy.place, Part(start + first, len(some), some, changed=changed))
+    end = 0
+    for copy, size, count, is_range in zip(copies, sizes, counts, is_one, strict=True):
+        end += size
+        if not (count and is_range):
+            continue
+        start = _start(copy)
+        for first in range(0, size, PIECE):
+            length = min(PIECE, size - first)
+            some = bits[end - size + first : end - size + first + length].clone()
+            # the first piece stands for all
+            yield copy.weight, Part(start + first, length, some, changed=0 if first else count)
 
 
 def _changed(
-    copies: Sequence[Copy],
-    row: torch.Tensor,
-    within: torch.Tensor,
-    values: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-) -> Iterator[Compared]:
+    copies: Sequence[Copy], row: torch.Tensor, within: torch.Tensor, values: torch.Tensor
+) -> Iterator[tuple[Weight, Part]]:
     """Yield the changes by pieces of weights. ``within``: positions in their copies (``row``)."""
-    places = list(dict.fromkeys(copy.place for copy in copies))
-    number = {place: at for at, place in enumerate(places)}
-    pieces = [-(-weights[place].numel() // PIECE) for place in places]
+    number: dict[int, int] = {}
+    weights: list[Weight] = []
+    of_copy = []
+    for copy in copies:
+        at = number.setdefault(id(copy.weight.live), len(weights))
+        if at == len(weights):
+            weights.append(copy.weight)
+        of_copy.append(at)
+    pieces = [-(-weight.live.numel() // PIECE) for weight in weights]
     first = [0, *accumulate(pieces)]
-    key = _positions(copies, row, within, weights)
-    key += torch.tensor([first[number[copy.place]] * PIECE for copy in copies]).to(key.device)[row]
+    key = _positions(copies, row, within)
+    key += torch.tensor([first[at] * PIECE for at in of_copy], device=key.device)[row]
     if bool((key[1:] < key[:-1]).any()):
         key, order = key.sort()
         values = values[order]
@@ -114,22 +122,19 @@ def _changed(
     runs = zip(
         found.tolist(), key.split(counts.tolist()), values.split(counts.tolist()), strict=True
     )
-    for piece, at, some in runs:
-        place = places[bisect_right(first, piece) - 1]
-        start = (piece - first[number[place]]) * PIECE
-        length = min(PIECE, weights[place].numel() - start)
-        yield Compared(place, encode(start, length, at % PIECE, some.clone()))
+    for piece, at_piece, some in runs:
+        at = bisect_right(first, piece) - 1
+        start = (piece - first[at]) * PIECE
+        length = min(PIECE, weights[at].live.numel() - start)
+        yield weights[at], encode(start, length, at_piece % PIECE, some.clone())
 
 
-def _positions(
-    copies: Sequence[Copy],
-    row: torch.Tensor,
-    within: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
+def _positions(copies: Sequence[Copy], row: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
     """Return the positions of elements of the copies ``row`` in their weights, int64."""
     device = within.device
-    position = torch.tensor([_start(copy, weights) for copy in copies], device=device)[row]
+    position = torch.tensor([_start(copy) for copy in copies], device=device)[row]
+    if all(copy.to.dim() <= 1 and copy.to.is_contiguous() for copy in copies):
+        return position.add_(within)
     for dim in range(max(copy.to.dim() for copy in copies)):
         # counted from the last dimension, which a copy of fewer does not have
         sizes, strides, inner = (
@@ -148,5 +153,5 @@ def _dim(view: torch.Tensor, dim: int) -> tuple[int, int, int]:
     return shape[-1 - dim], view.stride(-1 - dim), math.prod(shape[len(shape) - dim :])
 
 
-def _start(copy: Copy, weights: Mapping[str, torch.Tensor]) -> int:
-    return int(copy.to.storage_offset()) - int(weights[copy.place].storage_offset())
+def _start(copy: Copy) -> int:
+    return int(copy.to.storage_offset()) - int(copy.weight.live.storage_offset())

@@ -10,50 +10,63 @@ stay as they are. So coverage is a set of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
-from sglang_inflight.scheduler.update.plans.recorder import Recorded
+from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import span_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Copy(NamedTuple):
-    """A move of a received tensor that is there, into a weight that is there.
-
-    ``of`` and ``to`` have one shape. ``of`` has the dtype that the loader's last cast gives.
-    """
-
-    place: str
-    to: torch.Tensor
-    of: torch.Tensor
 
 
 class Plan:
     """Made and asked by one thread at a time."""
 
     def __init__(
-        self, recorded: Recorded, kinds: Mapping[str, Kind], weights: Mapping[str, torch.Tensor]
+        self,
+        kinds: Mapping[str, Kind],
+        moves: Mapping[str, tuple[Planned, ...]],
+        by_loader: Mapping[str, str],
     ) -> None:
-        """``kinds``: of the checkpoint's tensors. ``weights``: those served, by name."""
-        self.kinds = kinds
+        # of the checkpoint's tensors
+        self.kinds = dict(kinds)
         # by the name of a planned tensor
-        self.moves = dict(recorded.moves)
+        self.moves = dict(moves)
         # why a tensor goes by the model's loader
-        self.by_loader = dict(recorded.unplanned)
+        self.by_loader = dict(by_loader)
         # the tensors that write a planned weight
         self.writers: dict[str, set[str]] = {}
+        self.indexed()
+
+    @classmethod
+    def of(
+        cls, recorded: Recorded, kinds: Mapping[str, Kind], weights: Mapping[str, torch.Tensor]
+    ) -> Plan:
+        """``weights``: those served, by name."""
+        plan = cls(kinds, recorded.moves, recorded.unplanned)
+        plan.fit(weights)
+        return plan
+
+    def fit(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Leave a weight to the loader whose moves would reach beyond it, or beyond a tensor."""
+        for place in [*self.writers]:
+            if place not in self.writers:
+                continue
+            if (why := self._why_elsewhere(place, weights.get(place))) is not None:
+                self.drop(place, why)
+
+    def indexed(self) -> Plan:
+        """Return this plan, with ``writers`` by its moves."""
+        self.writers = {}
         for name, planned in self.moves.items():
             for place, _, _ in planned:
                 self.writers.setdefault(place, set()).add(name)
-        for place in [*self.writers]:
-            if (why := _why_elsewhere(weights.get(place), self._moves_into(place))) is not None:
-                self.drop(place, why)
+        return self
 
     @property
     def needed(self) -> frozenset[str]:
@@ -70,25 +83,25 @@ class Plan:
                 self.by_loader[name] = why
                 waiting += [each.place for each in planned]
 
-    def copies(
-        self, name: str, tensor: torch.Tensor, weights: Mapping[str, torch.Tensor]
-    ) -> list[Copy]:
-        """Return the copies by which the planned ``tensor`` comes into ``weights``."""
-        flat = tensor.reshape(-1)
-        made: dict[tuple[torch.dtype, ...], torch.Tensor] = {(): flat}
-        copies = []
-        for place, move, through in self.moves[name]:
-            if through not in made:
-                made[through] = _cast(flat, through)
-            to = move.target.view(weights[place].data)
-            copies.append(Copy(place, to, move.source.view(made[through])))
-        return copies
+    def without(self, places: Collection[str]) -> Plan:
+        """Return this plan without moves into the weights ``places``, which another model owns."""
+        if self.writers.keys().isdisjoint(places):
+            return self
+        moves = {
+            n: tuple(m for m in found if m.place not in places) for n, found in self.moves.items()
+        }
+        return Plan(self.kinds, moves, self.by_loader)
+
+    def is_whole(self, place: str, weight: torch.Tensor) -> bool:
+        """Return whether the moves reach every element of ``weight``."""
+        return sum(move.numel for _, move in self._moves_into(place)) == weight.numel()
 
     def prove(
         self,
         served: Iterable[tuple[str, torch.Tensor]],
         weights: Mapping[str, torch.Tensor],
         check: Callable[[], None],
+        rate_limit: RateLimit,
     ) -> None:
         """Drop each weight that differs from what the ``served`` checkpoint's moves give.
 
@@ -101,48 +114,57 @@ class Plan:
             if name not in self.moves or self.kinds[name] != (tuple(tensor.shape), tensor.dtype):
                 continue
             missing.discard(name)
-            for place, to, of in self.copies(name, tensor, weights):
-                if not _are_equal(to, of.to(to.device, to.dtype)):
+            flat = tensor.reshape(-1)
+            for place, move, through in self.moves[name]:
+                to = move.target.view(weights[place].data)
+                if not _are_equal(to, move.source.view(cast(flat, through)), rate_limit):
                     self.drop(place, "the served weight has another content than its moves give")
                     break
         for name in sorted(missing & self.moves.keys()):
             for place, _, _ in self.moves.get(name, ()):
                 self.drop(place, f"the served checkpoint does not bring {name!r} as planned")
 
-    def _moves_into(self, place: str) -> Iterable[Move]:
-        return (
-            planned.move
-            for name in self.writers[place]
-            for planned in self.moves[name]
-            if planned.place == place
-        )
+    def _moves_into(self, place: str) -> Iterator[tuple[str, Move]]:
+        for name in self.writers[place]:
+            for planned in self.moves[name]:
+                if planned.place == place:
+                    yield name, planned.move
 
-
-def _why_elsewhere(weight: torch.Tensor | None, moves: Iterable[Move]) -> str | None:
-    """Return why moves do not fit a weight, or None if they do."""
-    if weight is None:
-        return "the weight is no parameter of the served model"
-    span = span_of(weight)
-    if span != weight.numel():
-        return "the weight has holes in its memory"
-    if any(_end(move.target) > span for move in moves):
-        return "the weight is laid out in another way"
-    return None
+    def _why_elsewhere(self, place: str, weight: torch.Tensor | None) -> str | None:
+        """Return why the moves into ``place`` do not fit ``weight``, or None if they do."""
+        if weight is None:
+            return "the weight is no parameter of the served model"
+        span = span_of(weight)
+        if span != weight.numel():
+            return "the weight has holes in its memory"
+        for name, move in self._moves_into(place):
+            if _end(move.target) > span or _end(move.source) > math.prod(self.kinds[name].shape):
+                return "the weight is laid out in another way"
+        return None
 
 
 def _end(box: Box) -> int:
     return box.offset + 1 + sum((n - 1) * s for n, s in zip(box.sizes, box.strides, strict=True))
 
 
-def _cast(tensor: torch.Tensor, through: tuple[torch.dtype, ...]) -> torch.Tensor:
+def cast(tensor: torch.Tensor, through: tuple[torch.dtype, ...]) -> torch.Tensor:
     for dtype in through:
         tensor = tensor.to(dtype)
     return tensor
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both hold the same bits: NaN equals itself, and 0.0 differs from -0.0."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    bits = _BITS[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+def _are_equal(to: torch.Tensor, of: torch.Tensor, rate_limit: RateLimit) -> bool:
+    """Return whether a copy of ``of`` would leave the bits of ``to``.
+
+    NaN equals itself, and 0.0 differs from -0.0.
+    """
+    if to.dim() == 0:
+        to, of = to.view(1), of.view(1)
+    for one, other in rate_limit.cut(to, of):
+        other = other.to(one.device, one.dtype)
+        if one.is_complex():
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        bits = _BITS[one.element_size()]
+        if not torch.equal(one.contiguous().view(bits), other.contiguous().view(bits)):
+            return False
+    return True

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.update.attributes import attributes_of, modules_of, tensors_in
 from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, weights_of
+from sglang_inflight.scheduler.update.rate import yield_gil
+from sglang_inflight.scheduler.update.shadow import (
+    Shadow,
+    ShadowParameters,
+    refresh_derived,
+    weights_of,
+)
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import describe
 
@@ -29,11 +36,10 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def record(model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]) -> Recorded:
+def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
     """Return where the loader of ``model`` puts each of ``tensors``, in their order.
 
-    ``model`` is in the layout of its checkpoint, and is only read. ``recomputed``: names of its
-    tensors that are computed anew after each update.
+    ``model`` is in the layout of its checkpoint, and is only read.
 
     A tensor at which the loader fails has no moves, and the loader runs again without it and those
     like it in other layers. A loader that fails without a tensor, too, has no plan at all.
@@ -42,7 +48,7 @@ def record(model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection
     why = ""
     for _ in range(_MOST_RUNS):
         present = {name: kind for name, kind in tensors.items() if name not in left_out}
-        recorded, at, why = _run(model, present, recomputed)
+        recorded, at, why = _run(model, present)
         if recorded is not None:
             return _with(recorded, left_out)
         if at is None:
@@ -69,17 +75,17 @@ def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
     )
 
 
-def _run(
-    model: nn.Module, tensors: Mapping[str, Kind], recomputed: Collection[str]
-) -> tuple[Recorded | None, str | None, str]:
+def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None, str | None, str]:
     """Return what one run records; or None, the tensor at which the loader failed, and why."""
     twin = Shadow(model, ShadowParameters(), _NOWHERE)
     twin.begin()
-    recorder = Recorder(twin.targets(), recomputed)
+    recorder = Recorder(twin.targets())
     loader: Any = twin.model
     try:
         with torch.no_grad(), recorder.following():
             loader.load_weights(recorder.receive_each(_without_memory(tensors)))
+            # what it computes from weights is no move
+            refresh_derived(twin.model)
     except Exception as error:
         logger.debug("The loader's run ended at %s", recorder.current, exc_info=True)
         return None, recorder.current, describe(error)
@@ -87,11 +93,17 @@ def _run(
     for name, _, shadow in twin.pairs:
         if name not in now or memory_key(now[name]) != memory_key(shadow):
             recorder.spoil(shadow, "the loader replaces it")
+    for path, module in modules_of(twin.model):
+        named = (*module._parameters.items(), *module._buffers.items(), *attributes_of(module))
+        for name, value in named:
+            for tensor in tensors_in(value, also_without_memory=True):
+                recorder.note_kept(tensor, f"the loader makes {path + '.' if path else ''}{name}")
     return recorder.result(), None, ""
 
 
 def _without_memory(tensors: Mapping[str, Kind]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (shape, dtype) in tensors.items():
+        yield_gil()
         yield name, torch.empty(shape, dtype=dtype, device=_NOWHERE)
 
 

@@ -10,7 +10,7 @@ values, or writes its weight in another way.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,20 +145,18 @@ class _Numbers(TorchFunctionMode):
 class Recorder(TorchDispatchMode):
     """Follows one run of a loader on tensors of the meta device, on the thread of that run."""
 
-    def __init__(self, targets: Targets, recomputed: Collection[str] = ()) -> None:
-        """``targets``: all memory that the loader may write, by ``memory_key``.
-
-        ``recomputed``: names of derived targets that are computed anew after each update.
-        """
+    def __init__(self, targets: Targets) -> None:
+        """``targets``: all memory that the loader may write, by ``memory_key``."""
         super().__init__()
         self._targets = {key: _Target(t.name, t.kind) for key, t in targets.items()}
-        self._recomputed = frozenset(recomputed)
         # keeps memory whose key is in use below
         self._storages: dict[int, torch.UntypedStorage] = {}
         # position in ``_names``, and dtypes on the way
         self._received: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         self._between: dict[int, _Content] = {}
         self._names: list[str] = []
+        # the tensor that the loader has got last; None after it has got all
+        self._asked: str | None = None
         self._unplanned: dict[str, str] = {}
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
@@ -189,8 +187,10 @@ class Recorder(TorchDispatchMode):
         for name, tensor in weights:
             self._received[self._keep(tensor)] = len(self._names), ()
             self._names.append(name)
+            self._asked = name
             yield without_threads(name, tensor)
             self._forget_unused()
+        self._asked = None
 
     def _keep(self, tensor: torch.Tensor) -> int:
         key = memory_key(tensor)
@@ -241,22 +241,22 @@ class Recorder(TorchDispatchMode):
             found = self._received.get(memory_key(of))
             if found is not None:
                 number, through = found
-                moves = [(self._names[number], move(Box.of(of), Box.of(to)), through)]
+                planned = Planned(target.name, move(Box.of(of), Box.of(to)), through)
+                target.writes.append((self._names[number], planned))
             else:
-                moves = [*self._moves_between(target, to, of)]
-            for name, each, through in moves:
-                target.writes.append((name, Planned(target.name, each, through)))
+                target.writes += self._moves_between(target, to, of)
 
     def _moves_between(
         self, target: _Target, to: torch.Tensor, of: torch.Tensor
-    ) -> Iterator[tuple[str | None, Move, tuple[torch.dtype, ...]]]:
+    ) -> Iterator[tuple[str | None, Planned]]:
         content = self._content(of)
         if content.found is None:
             self._spoil(target, content.names, content.why)
             return
         try:
             for number, each in moves_of(content.found.contiguous(), Box.of(to)):
-                yield None if number is None else self._names[number], each, content.through
+                name = None if number is None else self._names[number]
+                yield name, Planned(target.name, each, content.through)
         except TooMany:
             self._spoil(target, content.names, "the loader mixes its elements")
 
@@ -314,10 +314,10 @@ class Recorder(TorchDispatchMode):
             return
         moved = [each for each in read if not any(each is other for other in positions)]
         contents = {id(tensor): self._content(tensor) for tensor in moved}
-        through = {content.through for content in contents.values() if content.names}
+        ways = {content.through for content in contents.values() if content.names}
         casts = {tensor.dtype for tensor in moved} - {result.dtype}
         why = next((each.why for each in contents.values() if each.found is None), None)
-        if why is not None or len(through) > 1 or (casts and func is not _CAST):
+        if why is not None or len(ways) > 1 or (casts and func is not _CAST):
             self._follow(why or f"{func} of several dtypes", result, read)
             return
         args = _with_addresses(args, {key: content.found for key, content in contents.items()})
@@ -329,7 +329,7 @@ class Recorder(TorchDispatchMode):
             found = func(*args, **kwargs)
         flat = _constants(result.untyped_storage().nbytes() // result.itemsize)
         Box.of(result).view(flat).copy_(found)
-        self._put(result, _Content(flat, (*next(iter(through)), *casts), names))
+        self._put(result, _Content(flat, (*next(iter(ways)), *casts), names))
 
     def _is_like_received(self, tensor: torch.Tensor, result: torch.Tensor) -> bool:
         """Return whether ``result`` has the elements of all of a received tensor, in its order."""
@@ -394,6 +394,11 @@ class Recorder(TorchDispatchMode):
     def _put(self, tensor: torch.Tensor, content: _Content) -> None:
         self._between[self._keep(tensor)] = content
 
+    def note_kept(self, tensor: torch.Tensor, why: str) -> None:
+        """Note that the model keeps ``tensor`` after loading, for ``why``, beside the targets."""
+        if memory_key(tensor) not in self._targets:
+            self._leave_out(self._names_behind([tensor]), why)
+
     def spoil(self, memory: torch.Tensor, why: str) -> None:
         """Note that the target in ``memory`` has another content than by moves, for ``why``."""
         target = self._targets[memory_key(memory)]
@@ -427,6 +432,9 @@ class Recorder(TorchDispatchMode):
     def _spoil(self, target: _Target, names: Iterable[str], why: str) -> None:
         target.why = target.why or why
         target.names |= set(names)
+        if self._asked is not None:
+            # without this tensor the loader would not compute here
+            target.names.add(self._asked)
 
     def _leave_out(self, names: Iterable[str], why: str) -> None:
         for name in names:
@@ -439,7 +447,7 @@ class Recorder(TorchDispatchMode):
 
         A target is written by moves alone, or by the loader: with all tensors that write it.
         """
-        targets = [t for t in self._targets.values() if t.name not in self._recomputed]
+        targets = self._targets.values()
         for target in targets:
             target.refuse_overlaps()
         computed: dict[str, str] = {}

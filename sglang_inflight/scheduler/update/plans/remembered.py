@@ -1,0 +1,106 @@
+"""Plans that an earlier server with the same model has proven, in files of the cache folder.
+
+The name of a file has all that a plan and its proof depend on (``finished/remembered.py``). A file
+that cannot be read or written costs the time of a record and a proof, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from sglang_inflight.cache import default_cache
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind
+from sglang_inflight.scheduler.update.plans.recorder import Planned
+from sglang_inflight.scheduler.update.rate import yield_gil
+
+logger = logging.getLogger(__name__)
+
+# counted up when a file says something else, or a plan is found by other rules
+_FORMAT = 1
+# tensors decoded in one go: a call holds the interpreter
+_AT_ONCE = 512
+
+T = TypeVar("T")
+
+
+class _Entry(NamedTuple):
+    """One tensor of a plan: it has moves, or a reason to go by the loader."""
+
+    name: str
+    kind: Kind
+    moves: tuple[Planned, ...] = ()
+    by_loader: str | None = None
+
+
+def recall(name: str) -> Plan | None:
+    """Return the plan of this name, or None if there is none."""
+    try:
+        content = _file(name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("A remembered plan cannot be read: %s", error)
+        return None
+    plan = Plan({}, {}, {})
+    try:
+        for part in msgspec.msgpack.decode(content, type=list[msgspec.Raw]):
+            for entry in _decoder.decode(part):
+                plan.kinds[entry.name] = entry.kind
+                if entry.by_loader is None:
+                    plan.moves[entry.name] = entry.moves
+                else:
+                    plan.by_loader[entry.name] = entry.by_loader
+            yield_gil()
+    except msgspec.DecodeError as error:
+        logger.warning("A remembered plan is not one, and is found anew: %s", error)
+        return None
+    return plan.indexed()
+
+
+def remember(name: str, plan: Plan) -> None:
+    """Keep ``plan`` under ``name``, whole or not at all."""
+    file = _file(name)
+    partly = file.with_suffix(f".{os.getpid()}")
+    entries = (
+        _Entry(name, kind, plan.moves.get(name, ()), plan.by_loader.get(name))
+        for name, kind in plan.kinds.items()
+    )
+    parts = []
+    for part in _parts(entries):
+        parts.append(msgspec.Raw(msgspec.msgpack.encode(part, enc_hook=_dtype_name)))
+        yield_gil()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partly.write_bytes(msgspec.msgpack.encode(parts))
+        partly.replace(file)
+    except OSError as error:
+        logger.warning("A plan is not remembered: %s", error)
+
+
+def _parts(entries: Iterator[T]) -> Iterator[list[T]]:
+    while part := [*islice(entries, _AT_ONCE)]:
+        yield part
+
+
+def _dtype_name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _dtype(kind: type, name: Any) -> Any:
+    return getattr(torch, name)
+
+
+_decoder = msgspec.msgpack.Decoder(list[_Entry], dec_hook=_dtype)
+
+
+def _file(name: str) -> Path:
+    return default_cache() / "plans" / f"{name}.{_FORMAT}"

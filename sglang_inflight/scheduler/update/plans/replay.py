@@ -1,0 +1,211 @@
+"""Moves the tensors of an update to where the plan of their model says.
+
+    take       a tensor of the plan waits in a batch
+    flush      the batch is checked, and moved at once by the form of the update
+    leave      the model's loader is about to write a weight of the plan, for a tensor that is in no
+               plan: the weight is the loader's for the rest of the update
+
+So a planned tensor costs the interpreter some microseconds, and its model's loader is not asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
+from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
+from sglang_inflight.scheduler.update.forms import Form
+from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.update.plans.plan import Plan, cast
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.weight import Moved, Weight
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused, shorten
+
+# elements and tensors that wait at most; a larger tensor waits for none
+_MOST_ELEMENTS = 1 << 20
+_MOST_TENSORS = 512
+
+
+class Missing(NamedTuple):
+    """What an update did not bring of one weight: elements, and names of tensors."""
+
+    elements: int
+    names: frozenset[str]
+
+
+class Replay:
+    """The plan of one model in the open update. The staging thread owns it until the seal."""
+
+    def __init__(
+        self, plan: Plan, weights: Mapping[str, Weight], form: Form, rate_limit: RateLimit
+    ) -> None:
+        """``weights``: those of the model, by name."""
+        self._plan = plan
+        self._weights = {place: weights[place] for place in plan.writers}
+        self._form = form
+        self._rate_limit = rate_limit
+        self._by_memory: dict[int, str] = {}
+        # planned tensors that this update brought
+        self._came: set[str] = set()
+        # weights that the loader writes in this update
+        self._loaders: set[str] = set()
+        self._keeps = False
+        self._check_finite = False
+        self._waiting: list[tuple[str, torch.Tensor]] = []
+        self._elements = 0
+
+    def begin(self, *, keeps: bool) -> None:
+        """Begin an update. ``keeps``: elements that are not sent keep their value."""
+        self.forget()
+        self._came.clear()
+        self._loaders.clear()
+        self._keeps = keeps
+        # a commit on a CPU exchanges memory
+        self._by_memory = {memory_key(w.shadow): place for place, w in self._weights.items()}
+
+    def expect(self, check: Callable[[], None]) -> None:
+        """Make the form ready for moves into the planned weights. ``check`` raises to give up."""
+        for place, weight in self._weights.items():
+            check()
+            whole = self._plan.is_whole(place, weight.live)
+            self._form.expect(weight, keeps=self._keeps or not whole)
+
+    def forget(self) -> None:
+        """Give back the tensors that wait."""
+        self._waiting.clear()
+        self._elements = 0
+
+    def begin_call(self, *, check_finite: bool) -> None:
+        self._check_finite = check_finite
+
+    def has(self, place: str) -> bool:
+        """Return whether the weight ``place`` is written by moves alone in this update."""
+        return place in self._weights and place not in self._loaders
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Move a tensor, at the latest in ``flush``. Return False if it goes by the loader.
+
+        The tensor stays readable until then. A tensor that comes twice goes by the loader the
+        second time, and so does one for a weight that the loader has written.
+        """
+        moves = self._plan.moves.get(name)
+        if moves is None or name in self._came or not self._is_as_planned(name, tensor):
+            return False
+        if self._loaders and any(each.place in self._loaders for each in moves):
+            return False
+        self._came.add(name)
+        size = tensor.numel()
+        if moves and size:
+            if self._elements + size > _MOST_ELEMENTS:
+                self.flush()
+            self._waiting.append((name, tensor))
+            self._elements += size
+            if len(self._waiting) == _MOST_TENSORS:
+                self.flush()
+        elif size:
+            self._check([(name, tensor)])
+        return True
+
+    def _is_as_planned(self, name: str, tensor: torch.Tensor) -> bool:
+        shape, dtype = self._plan.kinds[name]
+        if tensor.shape != shape:
+            return False
+        return tensor.dtype == dtype or (tensor.dtype in FLOATS and dtype in FLOATS)
+
+    def flush(self) -> None:
+        """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name."""
+        batch, self._waiting, self._elements = self._waiting, [], 0
+        if not batch:
+            return
+        self._check(batch)
+        self._form.move([*self._moved(batch)])
+        self._rate_limit.spend(sum(tensor.nbytes for _, tensor in batch))
+
+    def _moved(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Moved]:
+        moves, weights = self._plan.moves, self._weights
+        for name, tensor in batch:
+            flat = tensor.reshape(-1)
+            for place, move, through in moves[name]:
+                of = move.source.view(cast(flat, through) if through else flat)
+                yield Moved(weights[place], move.target, of)
+
+    # ---- values ----------------------------------------------------------------------------
+
+    def _check(self, batch: list[tuple[str, torch.Tensor]]) -> None:
+        """Raise ``Refused`` for NaN and infinity, and for values that a weight cannot hold."""
+        if not self._check_finite:
+            return
+        floats: dict[torch.dtype, list[torch.Tensor]] = {}
+        for _, tensor in batch:
+            if tensor.dtype in FLOATS:
+                floats.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        largest = [self._largest(found) for found in floats.values()]
+        if all(each <= HELD_BY_ALL for each in largest):
+            return
+        for name, tensor in batch:
+            if tensor.dtype in FLOATS:
+                self._check_alone(name, self._largest([tensor.reshape(-1)]))
+
+    def _largest(self, rows: list[torch.Tensor]) -> float:
+        row = rows[0] if len(rows) == 1 else torch.cat(rows)
+        largest = 0.0
+        for (piece,) in self._rate_limit.cut(row):
+            # the first argument is returned if neither is larger: a piece's NaN must win
+            largest = max(largest_magnitude(piece), largest)
+            if not math.isfinite(largest):
+                break
+        return largest
+
+    def _check_alone(self, name: str, largest: float) -> None:
+        if not math.isfinite(largest):
+            raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
+        if largest <= HELD_BY_ALL:
+            return
+        value = torch.tensor(largest, dtype=torch.float64)
+        for place, _, through in self._plan.moves[name]:
+            for dtype in (*through, self._weights[place].live.dtype):
+                if dtype in FLOATS and value.to(dtype).isinf():
+                    raise infinite_refusal(name, largest, place, dtype)
+
+    # ---- the model's loader ------------------------------------------------------------------
+
+    def leave(self, memory: int) -> None:
+        """Leave the weight at ``memory`` (``memory_key``) to the loader, before it writes there."""
+        place = self._by_memory.get(memory)
+        if place is None or place in self._loaders:
+            return
+        self.flush()
+        self._loaders.add(place)
+        self._form.leave(self._weights[place], [*self._sent(place)], keeps=self._keeps)
+
+    def give_up(self, place: str) -> None:
+        """Note that all of the weight ``place`` comes another way."""
+        if place in self._weights:
+            self._loaders.add(place)
+
+    def _sent(self, place: str) -> Iterator[Box]:
+        """Yield where tensors that came were moved to in the weight ``place``."""
+        for name in self._plan.writers[place] & self._came:
+            for each in self._plan.moves[name]:
+                if each.place == place:
+                    yield each.move.target
+
+    # ---- the seal ----------------------------------------------------------------------------
+
+    def missing(self, place: str) -> Missing | None:
+        """Return what did not come of a weight written by moves, None if all did."""
+        names = self._plan.writers[place] - self._came
+        if not names:
+            return None
+        elements = sum(
+            each.move.numel
+            for name in names
+            for each in self._plan.moves[name]
+            if each.place == place
+        )
+        return Missing(elements, frozenset(names))

@@ -1,0 +1,25 @@
+"""A weight of an open update, and elements that are moved into it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_inflight.scheduler.update.plans.moves import Box
+
+
+class Weight(NamedTuple):
+    """A weight, and what a loader addresses in its place."""
+
+    name: str
+    live: torch.Tensor
+    shadow: torch.Tensor
+
+
+class Moved(NamedTuple):
+    """Elements of a received tensor, and where they go in a weight. Both have one shape."""
+
+    weight: Weight
+    box: Box
+    of: torch.Tensor
