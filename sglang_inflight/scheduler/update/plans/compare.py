@@ -58,13 +58,15 @@ def compare(
         return
     sizes = [copy.to.numel() for copy in copies]
     ends = torch.tensor([*accumulate(sizes)], device=device)
-    row = torch.searchsorted(ends, at, right=True)
+    counts = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1))
+    row = torch.repeat_interleave(counts)
     width = new.element_size()
     if len(at) * (width + OFFSET_BYTES) >= len(new) * width:
         # values of whole ranges cost less, but a range must be one in the weight
         is_one = [copy.to.is_contiguous() for copy in copies]
-        counts = torch.bincount(row, minlength=len(sizes)).tolist()
-        yield from _whole(copies, sizes, bits, counts, is_one)
+        yield from _whole(copies, sizes, bits, counts.tolist(), is_one)
+        if all(is_one):
+            return
         rest = ~torch.tensor(is_one, device=device)[row]
         at, row = at[rest], row[rest]
     if len(at):
@@ -85,18 +87,44 @@ def _whole(
     counts: Sequence[int],
     is_one: Sequence[bool],
 ) -> Iterator[tuple[Weight, Part]]:
-    """Yield all values of each copy with a change, as far as it is one range of its weight."""
-    end = 0
-    for copy, size, count, is_range in zip(copies, sizes, counts, is_one, strict=True):
-        end += size
-        if not (count and is_range):
-            continue
-        start = _start(copy)
-        for first in range(0, size, PIECE):
-            length = min(PIECE, size - first)
-            some = bits[end - size + first : end - size + first + length].clone()
-            # the first piece stands for all
-            yield copy.weight, Part(start + first, length, some, changed=0 if first else count)
+    """Yield all values of the copies that are one range of their weight.
+
+    Ranges side by side are one, unless none of their elements changes.
+    """
+    ends = [*accumulate(sizes)]
+    ranges = sorted(
+        (id(copy.weight.live), _start(copy), at)
+        for at, copy in enumerate(copies)
+        if is_one[at] and sizes[at]
+    )
+    run: list[int] = []
+    last = (0, 0)
+    for weight, start, at in ranges:
+        if last != (weight, start):
+            yield from _joined(copies, run, ends, bits, counts)
+            run = []
+        run.append(at)
+        last = weight, start + sizes[at]
+    yield from _joined(copies, run, ends, bits, counts)
+
+
+def _joined(
+    copies: Sequence[Copy],
+    run: Sequence[int],
+    ends: Sequence[int],
+    bits: torch.Tensor,
+    counts: Sequence[int],
+) -> Iterator[tuple[Weight, Part]]:
+    """Yield the values of the copies ``run``, which lie side by side in their weight."""
+    if not (count := sum(counts[at] for at in run)):
+        return
+    start = _start(copies[run[0]])
+    values = torch.cat([bits[ends[at - 1] if at else 0 : ends[at]] for at in run])
+    for first, some in enumerate(torch.split(values, PIECE)):
+        # the first piece stands for all
+        changed = 0 if first else count
+        own = some if len(some) == len(values) else some.clone()
+        yield copies[run[0]].weight, Part(start + first * PIECE, len(own), own, changed=changed)
 
 
 def _changed(
