@@ -97,6 +97,12 @@ class Metrics:
             "sglang:inflight_staging_peak_bytes", "Most memory that the last update's staging took."
         )
 
+        self.audited = counter(
+            "sglang:inflight_audited_tensors", "Tensors that went by the model's loader, too."
+        )
+        self.audit_differences = counter(
+            "sglang:inflight_audit_differences", "Updates that a load plan would have got wrong."
+        )
         self.commit_stall = histogram(
             "sglang:inflight_commit_stall_seconds",
             "How long a commit held up steps: the scheduler's loop, or the device.",
@@ -111,6 +117,11 @@ class Metrics:
         self.changed_elements.inc(staged_as.changed_elements)
         self.changed_fraction.set(staged_as.changed_fraction)
         self.staging_peak.set(staged_as.staging_bytes_peak)
+
+    def observe_audit(self, audited: int, different: int) -> None:
+        """Count tensors that load plans were compared with, and updates refused for it."""
+        self.audited.inc(audited)
+        self.audit_differences.inc(different)
 
     def observe_load(self, source: Source, seconds: float) -> None:
         """Count the staging time of one call of an update, in SGLang's own metric too."""

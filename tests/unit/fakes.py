@@ -299,5 +299,6 @@ def uncounted() -> Any:
     return SimpleNamespace(
         observe_load=lambda source, seconds: None,
         observe_changes=lambda staged_as: None,
+        observe_audit=lambda audited, different: None,
         staged_bytes=SimpleNamespace(inc=lambda count: None),
     )

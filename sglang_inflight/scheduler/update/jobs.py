@@ -127,6 +127,8 @@ class Jobs:
         """``layout`` is this rank's, see ``layout.py``."""
         self._layout = layout
         self._models = list(models)
+        for model in models:
+            model.on_audit = metrics.observe_audit
         self._shadows = shadows
         self._groups = groups
         self._metrics = metrics

@@ -62,6 +62,7 @@ from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
 from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
@@ -132,6 +133,8 @@ class ShadowedModel:
         self.forward_caches = forward_caches or ForwardCaches(runner.model)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
+        # called with the numbers of audited tensors, and of those that differ from their plan
+        self.on_audit: Callable[[int, int], None] = _count_nothing
         self._shadow: Shadow | FinishedModel | InPlaceModel | None = None
         # the model before loading, if SGLang finishes it after loading; None if it does not
         self._pristine: nn.Module | None = None
@@ -579,7 +582,18 @@ class ShadowedModel:
         assert self._form is not None
         weights = {name: Weight(name, *both) for name, *both in shadow.pairs}
         owned = {name for name, w in weights.items() if memory_key(w.live) in self._foreign}
-        return Replay(plan.without(owned), weights, self._form, self._rate_limit)
+        plan = plan.without(owned)
+        audit = Audit(plan, self.runner.model, self._rate_limit)
+        return Replay(plan, weights, self._form, audit, self._rate_limit)
+
+    def _leave_to_loader(self, difference: Differs) -> None:
+        """Let weights go by the loader from the next update on."""
+        assert self._plan is not None
+        self.on_audit(0, 1)
+        logger.error("An update by the plan of the %s model was refused: %s", self.role, difference)
+        for place in difference.places:
+            self._plan.drop(place, "an update's audit has found a difference")
+        self._replay = None
 
     def expect(self, check: Callable[[], None]) -> None:
         """Make the form ready for all weights. ``check`` raises to give up."""
@@ -780,13 +794,17 @@ class ShadowedModel:
             for _ in watched:
                 pass
             if replay is not None:
-                replay.flush()
+                replay.end_call()
+                self.on_audit(replay.audit.take_count(), 0)
             self._held = checks.finish()
             if self._is_sparse and self._held:
                 raise Refused(
                     f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
                     "together with other tensors: send the sparse parts of all in one call"
                 )
+        except Differs as difference:
+            self._leave_to_loader(difference)
+            raise Refused(str(difference)) from None
         except Refused:
             # ``raise error from error`` would be a cycle and keep the tensors of its frames
             raise
@@ -950,4 +968,8 @@ def _needs_nothing(name: str) -> bool:
 
 
 def _do_nothing() -> None:
+    pass
+
+
+def _count_nothing(audited: int, different: int) -> None:
     pass

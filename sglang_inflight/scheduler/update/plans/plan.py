@@ -32,6 +32,7 @@ class Plan:
         kinds: Mapping[str, Kind],
         moves: Mapping[str, tuple[Planned, ...]],
         by_loader: Mapping[str, str],
+        together: Mapping[str, str | None],
     ) -> None:
         # of the checkpoint's tensors
         self.kinds = dict(kinds)
@@ -39,6 +40,8 @@ class Plan:
         self.moves = dict(moves)
         # why a tensor goes by the model's loader
         self.by_loader = dict(by_loader)
+        # see ``Recorded``
+        self.together = dict(together)
         # the tensors that write a planned weight
         self.writers: dict[str, set[str]] = {}
         self.indexed()
@@ -48,7 +51,7 @@ class Plan:
         cls, recorded: Recorded, kinds: Mapping[str, Kind], weights: Mapping[str, torch.Tensor]
     ) -> Plan:
         """``weights``: those served, by name."""
-        plan = cls(kinds, recorded.moves, recorded.unplanned)
+        plan = cls(kinds, recorded.moves, recorded.unplanned, recorded.together)
         plan.fit(weights)
         return plan
 
@@ -73,6 +76,15 @@ class Plan:
         """Names of the planned tensors without which planned weights are not whole."""
         return frozenset(name for name, planned in self.moves.items() if planned)
 
+    def units(self) -> list[tuple[str, ...]]:
+        """Return the planned tensors in the sets that the loader can take without all others."""
+        sets: dict[str, list[str]] = {}
+        for name, moves in self.moves.items():
+            if moves and (unit := self.together.get(name, name)) is not None:
+                sets.setdefault(unit, []).append(name)
+        others = {self.together.get(name) for name in self.by_loader}
+        return [tuple(names) for unit, names in sets.items() if unit not in others]
+
     def drop(self, place: str, why: str) -> None:
         """Leave the weight ``place`` to the loader, and whatever shares a tensor with it."""
         waiting = [place]
@@ -90,7 +102,7 @@ class Plan:
         moves = {
             n: tuple(m for m in found if m.place not in places) for n, found in self.moves.items()
         }
-        return Plan(self.kinds, moves, self.by_loader)
+        return Plan(self.kinds, moves, self.by_loader, self.together)
 
     def is_whole(self, place: str, weight: torch.Tensor) -> bool:
         """Return whether the moves reach every element of ``weight``."""
@@ -117,7 +129,7 @@ class Plan:
             flat = tensor.reshape(-1)
             for place, move, through in self.moves[name]:
                 to = move.target.view(weights[place].data)
-                if not _are_equal(to, move.source.view(cast(flat, through)), rate_limit):
+                if not are_equal(to, move.source.view(cast(flat, through)), rate_limit):
                     self.drop(place, "the served weight has another content than its moves give")
                     break
         for name in sorted(missing & self.moves.keys()):
@@ -153,7 +165,7 @@ def cast(tensor: torch.Tensor, through: tuple[torch.dtype, ...]) -> torch.Tensor
     return tensor
 
 
-def _are_equal(to: torch.Tensor, of: torch.Tensor, rate_limit: RateLimit) -> bool:
+def are_equal(to: torch.Tensor, of: torch.Tensor, rate_limit: RateLimit) -> bool:
     """Return whether a copy of ``of`` would leave the bits of ``to``.
 
     NaN equals itself, and 0.0 differs from -0.0.

@@ -72,6 +72,7 @@ def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
         {**recorded.unplanned, **left_out},
         {**recorded.computed, **theirs},
         frozenset(),
+        recorded.together,
     )
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,9 @@ class Recorded(NamedTuple):
     computed: Mapping[str, str]
     # names of the weights that no tensor wrote
     unwritten: frozenset[str]
+    # a tensor that the loader takes only together with others -> one name for all of them; None for
+    # those that it writes after it has got all tensors
+    together: Mapping[str, str | None] = MappingProxyType({})
 
 
 class _Content(NamedTuple):
@@ -118,6 +122,38 @@ class _Target:
         distinct = dict.fromkeys(self.writes[first:])
         if self.why is None and overlap([planned.move.target for _, planned in distinct]):
             self.why = "several tensors are written to one place"
+
+
+class _Sets:
+    """Sets of tensors that a loader takes together."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+        self._late: set[str] = set()
+
+    def join(self, written: Iterable[str | None], asked: str | None) -> None:
+        """Join the tensors ``written`` at once, and the one that the loader has got last."""
+        names = {name for name in written if name is not None}
+        if not names:
+            return
+        if asked is None:
+            self._late |= names
+        first, *others = sorted(names if asked is None else names | {asked})
+        for other in others:
+            one, another = self._root(first), self._root(other)
+            if one != another:
+                self._parents[another] = one
+
+    def _root(self, name: str) -> str:
+        while (parent := self._parents.get(name)) is not None:
+            name = parent
+        return name
+
+    def found(self) -> dict[str, str | None]:
+        late = {self._root(name) for name in self._late}
+        members = self._parents.keys() | {self._root(name) for name in self._parents} | self._late
+        roots = {name: self._root(name) for name in members}
+        return {name: None if root in late else root for name, root in roots.items()}
 
 
 class _Numbers(TorchFunctionMode):
@@ -157,6 +193,7 @@ class Recorder(TorchDispatchMode):
         self._names: list[str] = []
         # the tensor that the loader has got last; None after it has got all
         self._asked: str | None = None
+        self._together = _Sets()
         self._unplanned: dict[str, str] = {}
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
@@ -242,9 +279,11 @@ class Recorder(TorchDispatchMode):
             if found is not None:
                 number, through = found
                 planned = Planned(target.name, move(Box.of(of), Box.of(to)), through)
-                target.writes.append((self._names[number], planned))
+                writes: list[tuple[str | None, Planned]] = [(self._names[number], planned)]
             else:
-                target.writes += self._moves_between(target, to, of)
+                writes = [*self._moves_between(target, to, of)]
+            target.writes += writes
+            self._together.join([name for name, _ in writes], self._asked)
 
     def _moves_between(
         self, target: _Target, to: torch.Tensor, of: torch.Tensor
@@ -294,6 +333,7 @@ class Recorder(TorchDispatchMode):
             offset, name = (0, None) if number is None else number
             box = Box(offset, tuple(to.shape), (0,) * to.dim())
             target.writes.append((name, Planned(target.name, move(box, Box.of(to)))))
+            self._together.join([name], self._asked)
 
     def _move(
         self, func: Any, args: Any, kwargs: Any, result: torch.Tensor, read: list[torch.Tensor]
@@ -474,6 +514,7 @@ class Recorder(TorchDispatchMode):
                 for target in targets
                 if target.kind is Kind.WEIGHT and not target.writes and target.why is None
             ),
+            self._together.found(),
         )
 
     def _why_computed(self, target: _Target) -> str | None:

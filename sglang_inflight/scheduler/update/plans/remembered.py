@@ -39,6 +39,8 @@ class _Entry(NamedTuple):
     kind: Kind
     moves: tuple[Planned, ...] = ()
     by_loader: str | None = None
+    # one name for all tensors that the loader takes together, None if it takes them at the end
+    unit: str | None = ""
 
 
 def recall(name: str) -> Plan | None:
@@ -50,11 +52,13 @@ def recall(name: str) -> Plan | None:
     except OSError as error:
         logger.warning("A remembered plan cannot be read: %s", error)
         return None
-    plan = Plan({}, {}, {})
+    plan = Plan({}, {}, {}, {})
     try:
         for part in msgspec.msgpack.decode(content, type=list[msgspec.Raw]):
             for entry in _decoder.decode(part):
                 plan.kinds[entry.name] = entry.kind
+                if entry.unit != "":
+                    plan.together[entry.name] = entry.unit
                 if entry.by_loader is None:
                     plan.moves[entry.name] = entry.moves
                 else:
@@ -71,7 +75,13 @@ def remember(name: str, plan: Plan) -> None:
     file = _file(name)
     partly = file.with_suffix(f".{os.getpid()}")
     entries = (
-        _Entry(name, kind, plan.moves.get(name, ()), plan.by_loader.get(name))
+        _Entry(
+            name,
+            kind,
+            plan.moves.get(name, ()),
+            plan.by_loader.get(name),
+            plan.together.get(name, ""),
+        )
         for name, kind in plan.kinds.items()
     )
     parts = []

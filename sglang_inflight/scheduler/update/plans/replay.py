@@ -19,6 +19,7 @@ import torch
 from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
+from sglang_inflight.scheduler.update.plans.audit import Audit
 from sglang_inflight.scheduler.update.plans.moves import Box
 from sglang_inflight.scheduler.update.plans.plan import Plan, cast
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -42,10 +43,16 @@ class Replay:
     """The plan of one model in the open update. The staging thread owns it until the seal."""
 
     def __init__(
-        self, plan: Plan, weights: Mapping[str, Weight], form: Form, rate_limit: RateLimit
+        self,
+        plan: Plan,
+        weights: Mapping[str, Weight],
+        form: Form,
+        audit: Audit,
+        rate_limit: RateLimit,
     ) -> None:
         """``weights``: those of the model, by name."""
         self._plan = plan
+        self.audit = audit
         self._weights = {place: weights[place] for place in plan.writers}
         self._form = form
         self._rate_limit = rate_limit
@@ -65,6 +72,7 @@ class Replay:
         self._came.clear()
         self._loaders.clear()
         self._keeps = keeps
+        self.audit.begin()
         # a commit on a CPU exchanges memory
         self._by_memory = {memory_key(w.shadow): place for place, w in self._weights.items()}
 
@@ -79,9 +87,15 @@ class Replay:
         """Give back the tensors that wait."""
         self._waiting.clear()
         self._elements = 0
+        self.audit.forget()
 
     def begin_call(self, *, check_finite: bool) -> None:
         self._check_finite = check_finite
+
+    def end_call(self) -> None:
+        """Move what waits, and audit. Raise ``Refused`` for a wrong value, ``Differs``."""
+        self.flush()
+        self.audit.run()
 
     def has(self, place: str) -> bool:
         """Return whether the weight ``place`` is written by moves alone in this update."""
@@ -99,6 +113,8 @@ class Replay:
         if self._loaders and any(each.place in self._loaders for each in moves):
             return False
         self._came.add(name)
+        if self.audit.wants(name):
+            self.audit.take(name, tensor)
         size = tensor.numel()
         if moves and size:
             if self._elements + size > _MOST_ELEMENTS:

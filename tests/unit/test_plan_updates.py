@@ -1,0 +1,356 @@
+"""Updates whose tensors go by a load plan, beside fresh loads of the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans import audit, remembered
+from sglang_inflight.scheduler.update.plans.remembered import recall, remember
+from sglang_inflight.vocabulary.errors import Refused
+from tests.support.rank import Rank
+from tests.unit.test_load_plans import NAMES, SHAPE, Random, checkpoint
+from tests.unit.test_load_plans import Model as Three
+
+Tensors = dict[str, torch.Tensor]
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_grad(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn gradients off, like the staging thread, and let each rank have a plan."""
+    monkeypatch.setattr(Rank, "plans", True)
+    with torch.no_grad():
+        yield
+
+
+class Fused(nn.Module):
+    """Two halves in one weight, padding behind a table, experts, and a weight that is computed.
+
+    ``calls`` counts calls of the loaders of the model and of all copies of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+        self.gate_up = _parameter(8, 6)
+        self.table = _parameter(10, 4)
+        self.experts = _parameter(4, 3, 2)
+        self.decay = _parameter(5)
+
+    def load_weights(self, weights: Weights) -> None:
+        parameters = dict(self.named_parameters())
+        self.calls.append(got := [])
+        for name, tensor in weights:
+            got.append(name)
+            kind, _, number = name.partition(".")
+            if kind == "gate":
+                parameters["gate_up"].data[:4].copy_(tensor)
+            elif kind == "up":
+                parameters["gate_up"].data[4:].copy_(tensor)
+            elif kind == "table":
+                parameters["table"].data[:7].copy_(tensor)
+                parameters["table"].data[7:].fill_(0)
+            elif kind == "expert":
+                parameters["experts"].data[int(number)].copy_(tensor.t())
+            elif kind == "decay":
+                parameters["decay"].data.copy_(-torch.exp(tensor.float()))
+            else:
+                default_weight_loader(parameters[kind], tensor)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=DTYPE), requires_grad=False)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "gate": (4, 6),
+    "up": (4, 6),
+    "table": (7, 4),
+    **{f"expert.{at}": (2, 3) for at in range(4)},
+    "decay": (5,),
+}
+
+
+def tensors(seed: int) -> Tensors:
+    random = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=random).to(DTYPE) for name, shape in SHAPES.items()}
+
+
+def fresh(weights: Tensors) -> Fused:
+    model = Fused()
+    model.load_weights(weights.items())
+    return model
+
+
+def rank_of(mode: StagingMode, model: nn.Module) -> Rank:
+    return Rank(mode, model, checkpoint_shapes=SHAPES)
+
+
+def assert_serves(model: nn.Module, expected: nn.Module) -> None:
+    served = dict(model.named_parameters())
+    for name, weight in expected.named_parameters():
+        assert torch.equal(served[name], weight), name
+
+
+@STAGED
+def test_loader_gets_what_computes_and_nothing_else(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # audits give it the others
+    monkeypatch.setattr(audit, "_MOST_TENSORS", 0)
+    model = fresh(tensors(0))
+    rank = rank_of(mode, model)
+    model.calls.clear()
+    rank.update(tensors(1))
+    assert model.calls == [["decay"]]
+    rank.update({n: t for n, t in tensors(2).items() if n != "decay"}, partial=True)
+    assert model.calls == [["decay"]]
+    assert_serves(model, fresh(tensors(2) | {"decay": tensors(1)["decay"]}))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[bool, list[list[str]]]]:
+    """Draw updates: whether each is partial, and the names in each of its calls."""
+    history = []
+    for _ in range(draw(st.integers(1, 4))):
+        partial = draw(st.booleans())
+        chosen = st.lists(st.sampled_from([*SHAPES]), min_size=1, max_size=12)
+        names = draw(chosen) if partial else draw(st.permutations([*SHAPES]))
+        ends = sorted(draw(st.sets(st.integers(1, len(names)), max_size=3)) | {len(names)})
+        history.append(
+            (partial, [names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
+        )
+    return history
+
+
+@STAGED
+@settings(max_examples=80, deadline=None)
+@given(history=histories(), drops=st.booleans())
+def test_any_history_of_updates_gives_what_fresh_loads_give(
+    mode: StagingMode, history: list[tuple[bool, list[list[str]]]], drops: bool
+) -> None:
+    """A tensor may come twice in an update, and an update may be dropped in its midst."""
+    served = tensors(0)
+    model = fresh(served)
+    rank = rank_of(mode, model)
+    for version, (partial, calls) in enumerate(history, 1):
+        before = dict(served)
+        pieces = []
+        for at, names in enumerate(calls):
+            new = tensors(100 * version + at)
+            pieces.append({name: new[name] for name in names})
+            served |= pieces[-1]
+        if drops:
+            lacking = [{n: t for n, t in piece.items() if n != "table"} for piece in pieces]
+            if any(lacking) and not partial:
+                with pytest.raises(Refused, match="not complete"):
+                    rank.update(*lacking)
+                assert_serves(model, fresh(before))
+        rank.update(*pieces, partial=partial)
+        assert_serves(model, fresh(served))
+        rank.roll_back()
+        assert_serves(model, fresh(before))
+        rank.roll_back()
+
+
+@STAGED
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.sampled_from(NAMES),
+            st.sampled_from(NAMES),
+            st.integers(0, 8),
+            st.integers(0, 5),
+        ),
+        max_size=4,
+    ),
+    order=st.permutations(NAMES),
+)
+def test_random_loader_is_planned_right_or_refused(
+    mode: StagingMode, steps: list[Any], order: list[str]
+) -> None:
+    model, expected = Random(steps), Random(steps)
+    model.load_weights(checkpoint(0).items())
+    expected.load_weights(checkpoint(1).items())
+    rank = Rank(mode, model, checkpoint_shapes=dict.fromkeys(NAMES, SHAPE))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    new = checkpoint(1)
+    try:
+        rank.update({name: new[name] for name in order})
+    except Refused:
+        # its loader needs all tensors at once, also those that are planned
+        now = dict(model.named_parameters())
+        assert all(torch.equal(now[name], weight) for name, weight in before.items())
+    else:
+        assert_serves(model, expected)
+
+
+@STAGED
+@pytest.mark.parametrize("sent", [(), ("gate",), ("gate", "up")], ids=str)
+def test_fused_weight_comes_whole_after_some_of_its_halves(
+    mode: StagingMode, sent: tuple[str, ...]
+) -> None:
+    """The loader writes a planned weight, from a tensor that is in no plan."""
+    model = fresh(tensors(0))
+    rank = rank_of(mode, model)
+    new = tensors(1)
+    rest = {n: t for n, t in new.items() if n not in ("gate", "up")}
+    halves = {name: tensors(2)[name] for name in sent}
+    whole = torch.cat([new["gate"], new["up"]])
+    rank.update(rest, halves, {"gate_up": whole})
+    assert_serves(model, fresh(new))
+
+
+@STAGED
+def test_half_by_the_loader_after_a_half_by_the_plan_is_whole(mode: StagingMode) -> None:
+    """A half of another dtype goes by the loader; the other half's elements count as sent."""
+
+    class Halves(Fused):
+        def load_weights(self, weights: Weights) -> None:
+            super().load_weights((name.removeprefix("other."), tensor) for name, tensor in weights)
+
+    model = Halves()
+    model.load_weights(tensors(0).items())
+    rank = rank_of(mode, model)
+    new = tensors(1)
+    up = new.pop("up")
+    rank.update(new, {"other.up": up})
+    assert_serves(model, fresh(new | {"up": up}))
+    with pytest.raises(Refused, match=r"24 of 48 elements of 'gate_up' were not sent"):
+        rank.update({n: t for n, t in new.items() if n != "gate"}, {"other.up": up})
+
+
+@STAGED
+def test_missing_tensors_of_a_plan_are_named_with_their_elements(mode: StagingMode) -> None:
+    model = fresh(tensors(0))
+    rank = rank_of(mode, model)
+    some = {n: t for n, t in tensors(1).items() if n not in ("up", "expert.2")}
+    with pytest.raises(Refused, match=r"24 of 48 elements of 'gate_up' .* not sent: expert.2, up"):
+        rank.update(some)
+    assert_serves(model, fresh(tensors(0)))
+
+
+@STAGED
+def test_loader_that_reads_planned_weights_reads_what_was_sent(mode: StagingMode) -> None:
+    class Reads(Fused):
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:
+                if name == "doubles":
+                    self.decay.data.copy_(self.gate_up.data[0, :5] * 2)
+                else:
+                    super().load_weights([(name, tensor)])
+
+    model = Reads()
+    model.load_weights(tensors(0).items())
+    rank = rank_of(mode, model)
+    gate = {"gate": tensors(1)["gate"]}
+    rank.update(gate, {"doubles": torch.zeros(1, dtype=DTYPE)}, partial=True)
+    expected = fresh(tensors(0) | gate)
+    expected.decay.data.copy_(gate["gate"][0, :5] * 2)
+    assert_serves(model, expected)
+
+
+# ---- audits ----------------------------------------------------------------------------
+
+
+class Changes(Three):
+    """Its loader does something else from some day on."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor.flip(0) if CHANGED and name == "b" else tensor)
+
+
+CHANGED: list[bool] = []
+
+
+@STAGED
+def test_audit_refuses_an_update_whose_loader_does_something_else(mode: StagingMode) -> None:
+    CHANGED.clear()
+    model = Changes()
+    model.load_weights(checkpoint(0).items())
+    rank = Rank(mode, model, checkpoint_shapes=dict.fromkeys(NAMES, SHAPE))
+    found: list[tuple[int, int]] = []
+    rank.shadowed.on_audit = lambda *counts: found.append(counts)
+    rank.update(checkpoint(1))
+    assert found == [(3, 0)]
+    CHANGED.append(True)
+    with pytest.raises(Refused, match="does not put 'b' into 'b'"):
+        rank.update(checkpoint(2))
+    assert found[1:] == [(0, 1)]
+    assert_serves(model, loaded_before(checkpoint(1)))
+    # by the loader, which is right by definition
+    rank.update(checkpoint(2))
+    expected = Changes()
+    expected.load_weights(checkpoint(2).items())
+    assert_serves(model, expected)
+
+
+def loaded_before(weights: Tensors) -> Three:
+    model = Three()
+    model.load_weights(weights.items())
+    return model
+
+
+def test_audit_takes_other_tensors_each_time() -> None:
+    model = fresh(tensors(0))
+    rank = rank_of(StagingMode.DEVICE, model)
+    model.calls.clear()
+    audited = set()
+    for version in range(1, 4):
+        rank.update(tensors(version))
+        audited |= {name for call in model.calls for name in call}
+        model.calls.clear()
+    assert audited == SHAPES.keys()
+
+
+# ---- remembered ------------------------------------------------------------------------
+
+
+def test_recalled_plan_is_the_one_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(remembered, "_AT_ONCE", 3)
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    assert plan is not None
+    remember("one", plan)
+    found = recall("one")
+    assert found is not None
+    assert vars(found) == vars(plan)
+    assert recall("another") is None
+
+
+def test_file_that_is_no_plan_is_found_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    assert plan is not None
+    remember("one", plan)
+    (file,) = (tmp_path / "plans").iterdir()
+    file.write_bytes(file.read_bytes()[:-7])
+    assert recall("one") is None
+    assert "is not one" in caplog.text
+
+
+def test_recalled_moves_that_reach_beyond_a_weight_are_not_made() -> None:
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    assert plan is not None
+    smaller = Fused()
+    smaller.gate_up = _parameter(7, 6)
+    plan.fit(dict(smaller.named_parameters()))
+    assert plan.by_loader.keys() == {"gate", "up", "decay"}
