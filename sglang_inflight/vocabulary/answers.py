@@ -144,6 +144,21 @@ class Proof(Answer, frozen=True, kw_only=True):
     why: str | None = None
 
 
+class Ways(Answer, frozen=True, kw_only=True):
+    """How the tensors of the start's checkpoint come into the weights of one model of a rank.
+
+    ``planned``: moved to where its loader has put them before. ``finished``: loaded and finished by
+    SGLang's own steps. ``by_loader``: loaded by the model's loader. Each has how many ``tensors``
+    and ``bytes`` of the checkpoint. Tensors that the rank has no use for are in none of them.
+    """
+
+    planned: dict[str, int]
+    finished: dict[str, int]
+    by_loader: dict[str, int]
+    # a reason not to plan a tensor -> one tensor of it
+    why: dict[str, str] = {}
+
+
 class StagingStatus(Answer, frozen=True, kw_only=True):
     """The open update, and whether the next one can be taken."""
 
@@ -167,6 +182,8 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     staged_as: StagedChanges | None = None
     # None for models that SGLang does not finish after loading
     proof: Proof | None = None
+    # by role ("target", "draft"), once the first update has found it
+    ways: dict[str, Ways] = {}
 
 
 # states of released memory in ``MemoryStatus``

@@ -80,7 +80,7 @@ from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import WholeLoader
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
-from sglang_inflight.vocabulary.answers import Proof
+from sglang_inflight.vocabulary.answers import Proof, Ways
 from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
 if TYPE_CHECKING:
@@ -419,6 +419,11 @@ class Jobs:
         """The proof of the model that is farthest from one. Read by the scheduler's thread."""
         found = [model.proof for model in self._models if model.proof is not None]
         return min(found, key=lambda p: ("failed", "due", "done").index(p.state), default=None)
+
+    @property
+    def ways(self) -> dict[str, Ways]:
+        """How each model's tensors come into its weights, as far as that is known."""
+        return {model.role: model.ways for model in self._models if model.ways is not None}
 
     def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""

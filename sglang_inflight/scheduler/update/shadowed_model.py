@@ -89,7 +89,7 @@ from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.answers import Proof
+from sglang_inflight.vocabulary.answers import Proof, Ways
 from sglang_inflight.vocabulary.errors import (
     Conflict,
     Dropped,
@@ -144,8 +144,9 @@ class ShadowedModel:
         self._proving: Proving[Recipe] | None = None
         self._may_be_proven_later = False
         self._plan: Plan | None = None
-        # why the last search found no plan, None before it
-        self._why_unplanned: str | None = None
+        # None before the first search for a plan
+        self.ways: Ways | None = None
+        self._is_unplannable = False
         self._finding: Proving[Plan] | None = None
         self._replay: Replay | None = None
         # memory of weights that another model owns, by ``memory_key``
@@ -264,6 +265,9 @@ class ShadowedModel:
         """
         if self._plan is not None or self.finishes or self._experts_move or not self._kinds:
             return
+        if self.ways is not None and (self._is_unplannable or self._is_written_otherwise):
+            # the last search failed, and this one would
+            return
 
         def find(require_wanted: Callable[[], None]) -> Plan:
             paced = rate_limit.for_another_thread()
@@ -283,16 +287,20 @@ class ShadowedModel:
         self._finding = self._finding or Proving(find, device)
         try:
             self._plan = self._finding.result(check)
+            self.ways = self._plan.ways(finishes=self.finishes)
         except Dropped as dropped:
             raise Dropped(
                 f"{dropped}. The search for where the {self.role} model's tensors go goes on: send "
                 "the update again"
             ) from dropped
         except Exception as error:
-            self._why_unplanned = describe(error)
-            logger.warning(
-                "All tensors of the %s model go by its loader: %s", self.role, describe(error)
+            self._is_unplannable = not isinstance(error, NotNow)
+            # one reason for all
+            why = str(error) if isinstance(error, Refused) else describe(error)
+            self.ways = Plan(self._kinds, {}, dict.fromkeys(self._kinds, why), {}).ways(
+                finishes=self.finishes
             )
+            logger.warning("All tensors of the %s model go by its loader: %s", self.role, why)
         self._finding = None
 
     def stop_proving(self) -> None:
@@ -593,6 +601,7 @@ class ShadowedModel:
         logger.error("An update by the plan of the %s model was refused: %s", self.role, difference)
         for place in difference.places:
             self._plan.drop(place, "an update's audit has found a difference")
+        self.ways = self._plan.ways(finishes=self.finishes)
         self._replay = None
 
     def expect(self, check: Callable[[], None]) -> None:

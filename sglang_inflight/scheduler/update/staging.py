@@ -361,6 +361,7 @@ class Staging:
             kv_tokens=self.kv_tokens,
             staged_as=self._staged_as,
             proof=self._jobs.proof,
+            ways=self._jobs.ways,
         )
 
     def _expect(self, update_id: str, step: Step) -> Update:

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
 import torch
 
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
 from sglang_inflight.storages import span_of
+from sglang_inflight.vocabulary.answers import Ways
 
+# reasons in a status
+_MOST_REASONS = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -84,6 +88,26 @@ class Plan:
                 sets.setdefault(unit, []).append(name)
         others = {self.together.get(name) for name in self.by_loader}
         return [tuple(names) for unit, names in sets.items() if unit not in others]
+
+    def ways(self, *, finishes: bool) -> Ways:
+        """Count the tensors by the way that they take. ``finishes``: SGLang finishes the model."""
+        counts = {way: dict.fromkeys(("tensors", "bytes"), 0) for way in ("planned", "other")}
+        why: dict[str, str] = {}
+        for name, kind in self.kinds.items():
+            if (reason := self.by_loader.get(name)) is not None:
+                why.setdefault(reason, name)
+            elif not self.moves.get(name):
+                continue
+            count = counts["planned" if reason is None else "other"]
+            count["tensors"] += 1
+            count["bytes"] += math.prod(kind.shape) * kind.dtype.itemsize
+            yield_gil()
+        none = dict.fromkeys(("tensors", "bytes"), 0)
+        finished, by_loader = counts["other"], none
+        if not finishes:
+            finished, by_loader = by_loader, finished
+        few = dict(islice(why.items(), _MOST_REASONS))
+        return Ways(planned=counts["planned"], finished=finished, by_loader=by_loader, why=few)
 
     def drop(self, place: str, why: str) -> None:
         """Leave the weight ``place`` to the loader, and whatever shares a tensor with it."""
