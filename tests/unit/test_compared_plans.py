@@ -9,6 +9,7 @@ from sglang_inflight.scheduler.update.changes.encoding import PIECE, bits_of, pu
 from sglang_inflight.scheduler.update.plans.compare import Copy, compare
 from sglang_inflight.scheduler.update.weight import Weight
 
+CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -20,7 +21,7 @@ def apply(copies: list[Copy], weights: Tensors) -> Tensors:
     """Return the weights after the exchange of what ``compare`` finds."""
     changed = {name: weight.clone() for name, weight in weights.items()}
     seen = {name: torch.zeros(weight.numel(), dtype=torch.int8) for name, weight in weights.items()}
-    for weight, part in compare(copies):
+    for weight, part in compare(copies, CPU):
         put_into(part, bits_of(changed[weight.name]))
         seen[weight.name][part.start + part.positions()] += 1
     assert all(int(count.max()) <= 1 for count in seen.values())
@@ -72,7 +73,7 @@ def test_exchange_of_what_is_found_gives_what_the_copies_give(
     for name in weights:
         assert torch.equal(bits_of(found[name]), bits_of(expected[name])), name
     if not share:
-        assert not list(compare(copies))
+        assert not list(compare(copies, CPU))
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -84,7 +85,7 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
         copy_into(weights, "w1", weights["w1"], -weights["w1"]),
         copy_into(weights, "w0", weights["w0"], new),
     ]
-    parts = list(compare(copies))
+    parts = list(compare(copies, CPU))
     assert all(part.length <= PIECE for _, part in parts)
     assert sum(part.changed for _, part in parts) == len(new[::step]) + 9
     found = apply(copies, weights)
@@ -95,5 +96,5 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
 def test_bits_count_and_not_values() -> None:
     weights = {"w": torch.tensor([0.0, torch.nan, 1.0])}
     copies = [copy_into(weights, "w", weights["w"], torch.tensor([-0.0, torch.nan, 1.0]))]
-    ((_, part),) = compare(copies)
+    ((_, part),) = compare(copies, CPU)
     assert part.changed == 1

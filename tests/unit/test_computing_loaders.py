@@ -304,6 +304,11 @@ def test_sparse_tensor_that_the_loader_computes_with_is_refused_by_name(
     model = fresh(of, checkpoint())
     before = tensors_of(model)
     rank = rank_of(mode, model)
+    if rank.has_plan and of is COMPUTE["rounds to integers"]:
+        # a plan knows casts of any kind
+        rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
+        assert_same(model, tensors_of(fresh(of, checkpoint(7))))
+        return
     with pytest.raises(Refused, match=r"computes with .*: send whole tensors"):
         rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
     assert_same(model, before)

@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.checks.loader_reads import find_loader_reads
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import fuse_scales
-from sglang_inflight.scheduler.update.sources.sparse import fill_in
+from sglang_inflight.scheduler.update.sources.sparse import pair_up
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Conflict, Refused, Unproven
 from tests.support.pool import MASKING_LOADER
@@ -645,6 +645,6 @@ def test_second_pair_for_a_tensor_in_one_sparse_call_is_refused() -> None:
         for version in (1.0, 2.0)
         for pair in sparse_of("plain", tensors(version)["plain"], [2]).items()
     ]
-    filled = fill_in(pairs, {"plain": (4,)}, {}, lambda name, largest: None)
+    filled = pair_up(pairs, {"plain": (4,)}, {})
     with pytest.raises(Refused, match="sparse tensor 'plain' came twice in one call"):
         list(filled)

@@ -264,6 +264,82 @@ def test_loader_that_reads_planned_weights_reads_what_was_sent(mode: StagingMode
     assert_serves(model, expected)
 
 
+# ---- sparse tensors ---------------------------------------------------------------------
+
+
+class Shards(nn.Module):
+    """Takes columns, every second row, and parts of a tensor's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.odd = _parameter(6, 2), _parameter(3, 5)
+        self.parts, self.broadcast = _parameter(2, 12), _parameter(4, 3)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "columns":
+                self.columns.data.copy_(tensor[:, 2:4])
+            elif name == "odd":
+                self.odd.data.copy_(tensor[1::2])
+            elif name == "parts":
+                self.parts.data[1].copy_(tensor.t().reshape(-1))
+                self.parts.data[0].copy_(tensor.reshape(-1))
+            else:
+                self.broadcast.data.copy_(tensor)
+
+
+_OF_SHARDS = {"columns": (6, 5), "odd": (6, 5), "parts": (3, 4), "broadcast": (3,)}
+
+
+@STAGED
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_sparse_elements_go_where_their_whole_tensor_would(
+    mode: StagingMode, seed: int, share: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    served = {n: torch.randn(s, generator=random).to(DTYPE) for n, s in _OF_SHARDS.items()}
+    model, expected = Shards(), Shards()
+    model.load_weights(served.items())
+    rank = Rank(mode, model, checkpoint_shapes=_OF_SHARDS)
+    sent: Tensors = {}
+    for name, tensor in served.items():
+        numel = tensor.numel()
+        at = torch.randperm(numel, generator=random)[: int(share * numel)]
+        # in one rank's memory, and cast on the way
+        values = torch.randn(len(at), generator=random)
+        tensor.view(-1)[at] = values.to(DTYPE)
+        sent |= {f"{name}.indices": at, f"{name}.values": values}
+    rank.update(sent, partial=True, load_format="sparse")
+    expected.load_weights(served.items())
+    assert_serves(model, expected)
+
+
+@STAGED
+def test_sparse_tensor_in_two_calls_ends_as_the_second(mode: StagingMode) -> None:
+    model = fresh(tensors(0))
+    rank = rank_of(mode, model)
+    at = torch.tensor([3, 1])
+    calls = [
+        {"gate.indices": at, "gate.values": torch.tensor([value, 5.0], dtype=DTYPE)}
+        for value in (1.0, 2.0)
+    ]
+    rank.update(*calls, partial=True, load_format="sparse")
+    expected = tensors(0)
+    expected["gate"].view(-1)[at] = torch.tensor([2.0, 5.0], dtype=DTYPE)
+    assert_serves(model, fresh(expected))
+
+
+@STAGED
+def test_sparse_value_that_a_weight_cannot_hold_is_refused(mode: StagingMode) -> None:
+    model = fresh(tensors(0))
+    rank = rank_of(mode, model)
+    sent = {"gate.indices": torch.tensor([0]), "gate.values": torch.tensor([3.4e38])}
+    with pytest.raises(Refused, match=r"3.4e\+38, and parameter 'gate_up' is torch.bfloat16"):
+        rank.update(sent, partial=True, load_format="sparse")
+    assert_serves(model, fresh(tensors(0)))
+
+
 # ---- audits ----------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.checks.coverage import (
@@ -23,7 +24,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans.moves import Box
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
-from sglang_inflight.scheduler.update.weight import Moved, Weight
+from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.answers import StagedChanges
@@ -59,6 +60,9 @@ class Form(Protocol):
 
     def move(self, moved: Sequence[Moved]) -> None:
         """Stage elements of expected weights. No element is staged twice."""
+
+    def patch(self, patch: Patch) -> None:
+        """Stage some elements of an expected weight. No element is staged twice."""
 
     def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
         """Make an expected ``weight`` ready for the loader's writes, too. ``sent``: moved so far.
@@ -171,14 +175,19 @@ class WholeCopies:
             torch._foreach_copy_(to, of)
             self._rate_limit.spend(sum(view.nbytes for view in to))
 
+    def patch(self, patch: Patch) -> None:
+        shadow = patch.weight.shadow
+        self._touch(patch.weight)
+        new = patch.values.to(shadow.device, shadow.dtype)
+        bits_of(shadow).index_copy_(0, patch.at.to(shadow.device), bits_of(new))
+
     def _touch(self, weight: Weight) -> None:
         if self._unmoved.pop(id(weight.shadow), False):
             for to, of in self._rate_limit.cut(weight.shadow, weight.live):
                 to.copy_(of)
 
     def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
-        self._unmoved.pop(id(weight.shadow), None)
-        if not sent:
+        if self._unmoved.pop(id(weight.shadow), None) is not None:
             self.add(weight, keeps=keeps, check=_do_nothing)
         elif not keeps:
             came = weight.shadow.detach().clone()
@@ -279,6 +288,9 @@ class Changes:
 
     def move(self, moved: Sequence[Moved]) -> None:
         self.recorder.move(moved)
+
+    def patch(self, patch: Patch) -> None:
+        self.recorder.patch(patch)
 
     def leave(self, weight: Weight, sent: Sequence[Box], *, keeps: bool) -> None:
         self.recorder.leave(weight.live, sent, keeps=keeps)

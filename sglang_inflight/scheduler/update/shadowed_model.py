@@ -85,7 +85,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
 )
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
-from sglang_inflight.scheduler.update.sources.sparse import fill_in
+from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
@@ -768,9 +768,11 @@ class ShadowedModel:
             rate_limit=rate_limit,
         )
         self._checks, self._is_sparse = checks, is_sparse(source)
+        replay = self._replay if is_checkpoint else None
         if self._is_sparse:
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
-            weights = fill_in(weights, self.checkpoint_shapes, said, checks.note_magnitude)
+            found = pair_up(weights, self.checkpoint_shapes, said)
+            weights = self._filled_in(found, replay, checks)
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
@@ -780,8 +782,7 @@ class ShadowedModel:
                 rate_limit=rate_limit,
                 counts=checks.quantized,
             )
-        replay = self._replay if is_checkpoint and not self._is_sparse else None
-        if replay is not None:
+        if replay is not None and not self._is_sparse:
             replay.begin_call(check_finite=check_finite)
             weights = self._without_planned(weights, replay, checks)
         watched = checks.watch(weights, again=self._held)
@@ -824,6 +825,17 @@ class ShadowedModel:
         finally:
             del self._checks, self._is_sparse
         return checks
+
+    def _filled_in(
+        self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
+    ) -> Weights:
+        """Move the planned ones of ``found``, and yield the others whole."""
+        for sparse in found:
+            if replay is not None and replay.take_sparse(sparse):
+                checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
+            else:
+                checks.note_magnitude(sparse.name, sparse.largest)
+                yield sparse.name, sparse.fill_in()
 
     def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
         """Move the planned ones of ``weights``, and yield the others."""

@@ -23,3 +23,11 @@ class Moved(NamedTuple):
     weight: Weight
     box: Box
     of: torch.Tensor
+
+
+class Patch(NamedTuple):
+    """Some elements of a weight: int64 positions in its memory, each once, and their values."""
+
+    weight: Weight
+    at: torch.Tensor
+    values: torch.Tensor

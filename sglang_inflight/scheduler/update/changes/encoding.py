@@ -11,7 +11,7 @@ the whole range are kept instead (half of them in bfloat16).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,6 +111,19 @@ def encode(start: int, length: int, at: torch.Tensor, values: torch.Tensor) -> P
     counts = torch.bincount(at >> 16, minlength=blocks).cpu().numpy()
     offsets = (at & (BLOCK - 1)).to(torch.uint16)
     return Part(start, length, values, offsets, counts, len(values))
+
+
+def parts_at(at: torch.Tensor, values: torch.Tensor, numel: int) -> Iterator[Part]:
+    """Yield parts with ``values`` at the ascending int64 positions ``at`` of a weight.
+
+    ``numel``: elements of the weight.
+    """
+    found, counts = torch.unique_consecutive(at // PIECE, return_counts=True)
+    sizes = counts.tolist()
+    runs = zip(found.tolist(), at.split(sizes), values.split(sizes), strict=True)
+    for piece, some, own in runs:
+        start = piece * PIECE
+        yield encode(start, min(PIECE, numel - start), some - start, own.clone())
 
 
 @functools.lru_cache(maxsize=64)

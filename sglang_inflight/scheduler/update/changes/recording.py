@@ -40,6 +40,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     count_changes,
     find_changes,
     has_bits,
+    parts_at,
     put_into,
     without_range,
 )
@@ -57,7 +58,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
 from sglang_inflight.scheduler.update.plans.compare import Copy, compare
 from sglang_inflight.scheduler.update.plans.moves import Box
 from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
-from sglang_inflight.scheduler.update.weight import Moved, Weight
+from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key, span_of
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Outgrown, Refused, Unproven
@@ -204,12 +205,21 @@ class Recording:
             yield batch
 
     def _compare_moved(self, batch: Sequence[Copy]) -> list[tuple[Weight, Part]]:
-        if not self._compares_on_host:
-            try:
-                return [*compare(batch)]
-            except torch.OutOfMemoryError:
-                self._compares_on_host = True
-        return [*compare(batch, torch.device("cpu"))]
+        device = batch[0].to.device
+        return self._on_device_or_host(device, lambda device: [*compare(batch, device)])
+
+    def patch(self, patch: Patch) -> None:
+        """Record some elements of a weight that no loader writes. No element comes twice."""
+        live = patch.weight.live
+
+        def compare(device: torch.device) -> list[Part]:
+            at, order = patch.at.to(device).sort()
+            new = bits_of(patch.values.to(device, live.dtype)[order])
+            differs = new != bits_of(live)[at.to(live.device)].to(device)
+            return [*parts_at(at[differs], new[differs], live.numel())]
+
+        for part in self._on_device_or_host(live.device, compare):
+            self._add(self._weights[id(live)], part)
 
     def leave(self, live: torch.Tensor, sent: Iterable[Box], *, keeps: bool) -> None:
         """Let a loader write a weight, too. ``sent``: where elements were moved so far."""
@@ -368,7 +378,7 @@ class Recording:
                 put_into(part, bits_of(piece), start)
             return piece
 
-        return self._on_device_or_host(weight, compare)
+        return self._on_device_or_host(weight.live.device, compare)
 
     # ---- parts ------------------------------------------------------------------------
 
@@ -397,7 +407,7 @@ class Recording:
                     return written, find_changes(start, served, bits_of(new))
                 return written, find_changes(start, served, bits_of(new), written)
 
-            written, part = self._on_device_or_host(weight, compare)
+            written, part = self._on_device_or_host(weight.live.device, compare)
             if written is None:
                 weight.written.add(start, start + length)
             elif not weight.keeps:
@@ -408,7 +418,7 @@ class Recording:
             self._rate_limit.spend(of_piece.nbytes + 2 * length * weight.live.element_size())
 
     def _on_device_or_host(
-        self, weight: _Weight, compare: Callable[[torch.device], _Found]
+        self, device: torch.device, compare: Callable[[torch.device], _Found]
     ) -> _Found:
         """Compare where the weight is, or on the host if its device has no memory for that.
 
@@ -416,7 +426,7 @@ class Recording:
         """
         if not self._compares_on_host:
             try:
-                return compare(weight.live.device)
+                return compare(device)
             except torch.OutOfMemoryError:
                 self._compares_on_host = True
         return compare(torch.device("cpu"))
@@ -511,7 +521,7 @@ class Recording:
                     piece, written = _without_nan(before, start, served, piece, written)
                 return sent, find_changes(start, served, bits_of(piece), written)
 
-            sent, changes = self._on_device_or_host(weight, compare)
+            sent, changes = self._on_device_or_host(weight.live.device, compare)
             if sent is not None:
                 if not self._leaves_out_nan:
                     weight.written.discard(start, start + len(sent))

@@ -172,6 +172,12 @@ class TensorChecks:
         if self._tied is not None:
             self._tied.receive(name, tensor)
 
+    def note_patched(self, name: str, nbytes: int) -> None:
+        """Note a sparse tensor of ``nbytes`` that goes past the model's loader."""
+        self.tensors += 1
+        self.bytes += nbytes
+        self.names.add(name)
+
     def finish(self) -> dict[str, torch.Tensor]:
         """Return copies of the tensors needed and not yet used by the loader, after its return.
 

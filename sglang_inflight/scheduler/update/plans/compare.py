@@ -36,19 +36,15 @@ class Copy(NamedTuple):
     of: torch.Tensor
 
 
-def compare(
-    copies: Sequence[Copy], device: torch.device | None = None
-) -> Iterator[tuple[Weight, Part]]:
-    """Yield the weights that ``copies`` would change, and how.
+def compare(copies: Sequence[Copy], device: torch.device) -> Iterator[tuple[Weight, Part]]:
+    """Yield the weights that ``copies`` would change, and how, compared on ``device``.
 
-    The weights have one dtype and device, and no element is in two copies. ``device``: where to
-    compare, if not there. Needs memory for four times the copies' elements, and for thirty bytes a
-    change.
+    The weights have one dtype and device, and no element is in two copies. Needs memory for four
+    times the copies' elements, and for thirty bytes a change.
     """
     if not copies:
         return
     first = copies[0].to
-    device = device or first.device
     new = torch.cat([_row(copy.of, device, first.dtype) for copy in copies])
     served = torch.cat([_row(copy.to, device, first.dtype) for copy in copies])
     bits = bits_of(new)

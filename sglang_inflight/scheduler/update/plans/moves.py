@@ -65,6 +65,34 @@ class Move(NamedTuple):
         return Box(self.to, self.sizes, self.to_strides)
 
 
+def can_locate(move: Move) -> bool:
+    """Return whether ``locate`` finds the one place of each element that ``move`` copies."""
+    dims = sorted(zip(move.of_strides, move.sizes, strict=True))
+    least = 1
+    for stride, size in dims:
+        if stride < least:
+            return False
+        least = stride * size
+    return True
+
+
+def locate(move: Move, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements ``at`` (int64 positions in the tensor) ``move`` copies, and to where.
+
+    The second result is right where the first one is True.
+    """
+    rest = at - move.of
+    inside = rest >= 0
+    to = torch.full_like(at, move.to)
+    dims = zip(move.of_strides, move.sizes, move.to_strides, strict=True)
+    for of_stride, size, to_stride in sorted(dims, reverse=True):
+        step = rest // of_stride
+        inside &= step < size
+        rest -= step * of_stride
+        to += step * to_stride
+    return inside.logical_and_(rest == 0), to
+
+
 def move(of: Box, to: Box) -> Move:
     """Return the move between two boxes of one shape."""
     assert of.sizes == to.sizes

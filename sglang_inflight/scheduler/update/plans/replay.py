@@ -20,10 +20,12 @@ from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.plans.audit import Audit
-from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.update.plans.moves import Box, can_locate, locate
 from sglang_inflight.scheduler.update.plans.plan import Plan, cast
+from sglang_inflight.scheduler.update.plans.recorder import Planned
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.weight import Moved, Weight
+from sglang_inflight.scheduler.update.sources.sparse import Sparse
+from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
@@ -127,6 +129,29 @@ class Replay:
             self._check([(name, tensor)])
         return True
 
+    def take_sparse(self, sparse: Sparse) -> bool:
+        """Move some elements of a tensor. Return False if they go by the loader."""
+        name, indices, values, shape, largest = sparse
+        moves = self._plan.moves.get(name)
+        if moves is None or name in self._came or self._plan.kinds[name].shape != shape:
+            return False
+        if self._plan.kinds[name].dtype not in FLOATS or not all(map(_is_located, moves)):
+            return False
+        if any(each.place in self._loaders for each in moves):
+            return False
+        self._came.add(name)
+        self._check_alone(name, largest)
+        if not len(indices):
+            return True
+        at = indices.to(values.device, torch.int64)
+        for place, move, through in moves:
+            inside, to = locate(move, at)
+            cut = cast(values, through)[inside]
+            if len(cut):
+                self._form.patch(Patch(self._weights[place], to[inside], cut))
+            self._rate_limit.spend(5 * at.nbytes)
+        return True
+
     def _is_as_planned(self, name: str, tensor: torch.Tensor) -> bool:
         shape, dtype = self._plan.kinds[name]
         if tensor.shape != shape:
@@ -225,3 +250,7 @@ class Replay:
             if each.place == place
         )
         return Missing(elements, frozenset(names))
+
+
+def _is_located(planned: Planned) -> bool:
+    return can_locate(planned.move)

@@ -1,15 +1,16 @@
 """Sparse tensors: positions in a checkpoint's tensor, and the values there.
 
 ``NAME.indices`` (int32 or int64, one dimension, flat positions, each once) and ``NAME.values`` (a
-float dtype, as many) stand for the tensor NAME. A model's loader takes whole tensors. So it gets
-one of the checkpoint's shape, with NaN where nothing was sent, and its copies leave out NaN: the
-way into fused, sharded and renamed weights is the loader's own.
+float dtype, as many) stand for the tensor NAME. Where its load plan says where the elements go,
+they are written there. Otherwise the model's loader gets a tensor of the checkpoint's shape, with
+NaN where nothing was sent, and its copies leave out NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import torch
 
@@ -20,18 +21,39 @@ from sglang_inflight.vocabulary.sparse import INDICES, VALUES
 _OTHER = {INDICES: VALUES, VALUES: INDICES}
 
 
-def fill_in(
+class Sparse(NamedTuple):
+    """Some elements of the tensor ``name`` of a checkpoint.
+
+    ``indices``: int32 or int64, each once. ``values``: as many floats, on any device. ``largest``:
+    the largest magnitude in them.
+    """
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    largest: float
+
+    def fill_in(self) -> torch.Tensor:
+        """Return the whole tensor, with NaN where nothing was sent."""
+        values = self.values
+        dense = torch.full(self.shape, torch.nan, dtype=values.dtype, device=values.device)
+        if len(values):
+            at = self.indices.to(values.device, torch.int64)
+            dense.view(-1).index_copy_(0, at, values)
+        return dense
+
+
+def pair_up(
     weights: Iterable[tuple[str, torch.Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
     said: Mapping[str, Sequence[int]],
-    note_magnitude: Callable[[str, float], None],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that sparse ``weights`` stand for, with NaN where nothing was sent.
+) -> Iterator[Sparse]:
+    """Yield the tensors that sparse ``weights`` are parts of.
 
     ``shapes``: of the tensors of the served checkpoint. ``said``: the shapes of some of them, as
-    the sender gives them. ``note_magnitude`` gets each tensor's name and largest magnitude: none
-    shows among NaN. Indices and values of a tensor may come in either order. Raises ``Refused``
-    with the tensor's name if one is missing, comes twice, or does not fit.
+    the sender gives them. Indices and values of a tensor may come in either order. Raises
+    ``Refused`` with the tensor's name if one is missing, comes twice, or does not fit.
     """
     halves: dict[str, dict[str, torch.Tensor]] = {}
     whole: set[str] = set()
@@ -57,8 +79,7 @@ def fill_in(
         if len(both) == 2:
             del halves[base]
             whole.add(base)
-            dense = _filled_in(base, both[INDICES], both[VALUES], shapes[base], note_magnitude)
-            yield base, dense
+            yield _checked(base, both[INDICES], both[VALUES], shapes[base])
     for base, both in halves.items():
         raise _lacks(base, _OTHER[next(iter(both))], "the same call")
 
@@ -93,13 +114,9 @@ def _lacks(base: str, half: str, where: str) -> Refused:
     return Refused(f"sparse tensor {shorten(base)!r} lacks {shorten(base) + half!r} in {where}")
 
 
-def _filled_in(
-    name: str,
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    note_magnitude: Callable[[str, float], None],
-) -> torch.Tensor:
+def _checked(
+    name: str, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
+) -> Sparse:
     at = f"sparse tensor {shorten(name)!r}"
     if indices.dtype not in (torch.int32, torch.int64):
         raise Refused(f"{at}: indices are {indices.dtype}, not int32 or int64")
@@ -113,21 +130,18 @@ def _filled_in(
     largest = largest_magnitude(values)
     if not math.isfinite(largest):
         raise Refused(f"{at}: values hold NaN or infinity")
-    note_magnitude(name, largest)
     count = torch.Size(shape).numel()
-    dense = torch.full((count,), torch.nan, dtype=values.dtype, device=values.device)
     if len(indices):
         low, high = (int(end) for end in torch.aminmax(indices))
-        if low < 0 or high >= len(dense):
+        if low < 0 or high >= count:
             raise Refused(
                 f"{at}: index {low if low < 0 else high} is out of range: the tensor has "
-                f"{len(dense)} elements"
+                f"{count} elements"
             )
-        dense.index_copy_(0, indices.to(values.device, torch.int64), values)
         # senders list them in ascending order, as a rule
         if not bool((indices[1:] > indices[:-1]).all()):
             ordered = indices.sort().values
             twice = ordered[1:][ordered[1:] == ordered[:-1]]
             if len(twice):
                 raise Refused(f"{at}: index {int(twice[0])} comes twice")
-    return dense.view(shape)
+    return Sparse(name, indices, values, shape, largest)
