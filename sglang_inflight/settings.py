@@ -120,8 +120,9 @@ class Settings:
     proof: str = setting(
         "first_update",
         one_of("first_update", "start"),
-        "when a model that SGLang finishes after loading is loaded and finished beside itself, to "
-        "show that updates can do the same: at its first update, or before the server is ready",
+        "when the served checkpoint shows where updates' tensors go, and that a model which SGLang "
+        "finishes after loading can be finished beside itself: at the first update, or before the "
+        "server is ready",
     )
     window_bytes: int = setting(
         64 << 20,

@@ -195,7 +195,7 @@ def _prove(
     layout: dict[str, str],
     can: Capabilities,
 ) -> Capabilities:
-    """Prove each model's finishing now, and note in ``can`` that one cannot be repeated.
+    """Prove each model's finishing and plan now, and note in ``can`` what cannot be repeated.
 
     A reason that may pass leaves the proof to the first update.
     """
@@ -206,4 +206,7 @@ def _prove(
             if model.may_be_proven_later:
                 continue
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
+        if can.stage is None:
+            model.read_checkpoint_shapes(lambda: None)
+            model.find_plan(device, lambda: None, UNPACED, layout)
     return can
