@@ -89,6 +89,35 @@ def test_tensors_by_value_are_read_from_a_file(tmp_path: Path) -> None:
         expect(unpickle(file), weights)
 
 
+def test_tensors_by_value_are_read_without_torch_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.load`` takes longer for a small tensor than all the rest of an update."""
+    monkeypatch.setattr(torch, "load", None)
+    for count in (1, 255, 256, 65_536, 1 << 20):
+        for dtype in (*DTYPES, torch.bool, torch.complex64):
+            sent = [("a", (torch.arange(count) % 2).to(dtype))]
+            ((_, found),) = unpickle(pickle.dumps(sent))
+            assert torch.equal(found, sent[0][1]), (count, dtype)
+
+
+@pytest.mark.parametrize("nbytes", [9, 300, -2, -1])
+def test_storage_cut_short_is_not_read(nbytes: int) -> None:
+    loads, (saved,) = torch.arange(300.0)._typed_storage().__reduce__()
+    with pytest.raises(Exception):  # noqa: B017, PT011 (any type of error)
+        unpickle(pickle.dumps(Calls(loads, saved[:nbytes])))
+
+
+def test_conjugated_tensor_is_not_read_as_plain() -> None:
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    with pytest.raises(Exception):  # noqa: B017, PT011 (any type of error)
+        unpickle(pickle.dumps([("a", conjugated)]))
+
+
+def test_large_bytearray_is_read() -> None:
+    """Protocol 5 has a bytearray outside of its frames."""
+    for size in (3, 1 << 17):
+        assert unpickle(pickle.dumps([bytearray(b"x" * size)], 5)) == [bytearray(b"x" * size)]
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_parameters_with_attributes_are_read(protocol: int) -> None:
     """Megatron marks its parameters with attributes."""

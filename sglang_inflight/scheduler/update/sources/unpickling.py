@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
@@ -79,6 +80,8 @@ def _encode(text: str, encoding: str) -> bytes:
 
 def _load_storage(content: bytes) -> Any:
     """Return a storage pickled by value: torch pickles it as a saved file."""
+    if (copied := _copy_saved(content)) is not None:
+        return copied
     source = memoryview(content)
 
     def read_into(buffer: memoryview, offset: int) -> int:
@@ -96,6 +99,44 @@ def _load_storage(content: bytes) -> Any:
     return storage
 
 
+def _head_of_saved() -> re.Pattern[bytes]:
+    """Return a pattern for what torch writes before the bytes of one storage in the host's memory.
+
+    Groups: the storage's class, its key, and its number of elements, twice.
+    """
+    _, (saved,) = torch.zeros(1)._typed_storage().__reduce__()
+    begin, _, _ = saved.partition(b"FloatStorage")
+    return re.compile(
+        re.escape(begin) + rb"(\w+)\nq\x01X(.{4}\d+)q\x02X\x03\0\0\0cpuq\x03[KMJ](.{1,4}?)Ntq\x04Q"
+        rb"\.\x80\x02]q\0X\2q\x01a\.(.{8})",
+        re.DOTALL,
+    )
+
+
+_SAVED = _head_of_saved()
+_DTYPES: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
+
+
+def _copy_saved(content: bytes) -> torch.storage.TypedStorage | None:
+    """Return a storage, or None if ``content`` is not as torch writes one.
+
+    ``torch.load`` takes 0.15 ms of Python for each.
+    """
+    if (head := _SAVED.match(content)) is None:
+        return None
+    kind, _, *counts = head.groups()
+    count, again = (int.from_bytes(each, "little") for each in counts)
+    dtype = _DTYPES.get(kind.decode())
+    if dtype is None or not count or count != again:
+        return None
+    if count * dtype.itemsize != len(content) - head.end():
+        return None
+    # numpy copies without the interpreter
+    array = np.frombuffer(content, np.uint8, offset=head.end()).copy()
+    storage = torch.from_numpy(array).untyped_storage()
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
 def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Refuse a tensor beyond its storage: torch would enlarge the storage for it."""
 
@@ -106,6 +147,11 @@ def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return rebuild(storage, offset, size, stride, *rest)
 
     return rebuild_within
+
+
+def _rebuild_v2(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    """Rebuild a tensor's data. Torch also looks for fake tensors, in 10 µs of Python."""
+    return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
 def _require_within(storage: Any, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> None:
@@ -176,7 +222,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch", "Size"): None,
     ("torch", "device"): None,
     ("torch._utils", "_rebuild_tensor"): _within(torch._utils._rebuild_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): _within(torch._utils._rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v2"): _within(_rebuild_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _within(torch._utils._rebuild_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): _plain,
     ("torch._utils", "_rebuild_parameter_with_state"): _plain,
@@ -270,6 +316,24 @@ class Unpickler(pickle._Unpickler):
         self._made: set[type] = set()
         self._tries = TRIES
 
+    def load(self) -> Any:
+        """Read opcode by opcode. A frame's head says nothing that is needed."""
+        unframed = pickle._Unframer(self._file_read, self._file_readline)
+        self.read, self.readline = self._file_read, self._file_readline
+        self.readinto = unframed.readinto
+        self.metastack, self.stack = [], []
+        self.append = self.stack.append
+        read, dispatch = self.read, self.dispatch
+        try:
+            while code := read(1):
+                dispatch[code[0]](self)
+        except pickle._Stop as stop:
+            return stop.value
+        raise EOFError("it has no end")
+
+    def load_frame(self) -> None:
+        self.read(8)
+
     def find_class(self, module: str, name: str) -> Any:
         asked = (module, name)
         if asked in _FUNCTIONS:
@@ -356,6 +420,7 @@ class Unpickler(pickle._Unpickler):
 
     dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
     dispatch |= {
+        pickle.FRAME[0]: load_frame,
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_newobj,
         pickle.BUILD[0]: load_build,
