@@ -25,6 +25,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources import batches
 from sglang_inflight.scheduler.update.sources.batches import (
+    Packed,
     Weights,
     in_parts,
     one_batch,
@@ -256,3 +257,49 @@ def test_closing_a_batch_closes_its_source() -> None:
     next(next(batches))
     batches.close()
     assert closed.is_set()
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "start"),
+    [
+        (torch.uint8, [3, 1], 3),
+        (torch.bfloat16, [2, 3], 6),
+        (torch.bfloat16, [], 8),
+        (torch.bfloat16, [0, 3], 8),
+        (torch.int32, [1, 2, 2, 1], 8),
+    ],
+)
+def test_packed_tensor_is_a_view_of_its_bytes(
+    offset: int, dtype: torch.dtype, shape: list[int], start: int
+) -> None:
+    """The buffer may be a part of a larger one."""
+    buffer = torch.arange(64, dtype=torch.uint8)[offset:]
+    end = start + dtype.itemsize * torch.Size(shape).numel()
+    found = Packed(buffer).view(start, end, dtype, shape)
+    assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, torch.Size(shape), True)
+    assert torch.equal(found.view(-1).view(torch.uint8), buffer[start:end])
+    assert found.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "shape"),
+    [(0, 8, [3]), (8, 4, [2]), (-8, 0, [2]), (60, 68, [2]), (1, 5, [1])],
+)
+def test_packed_tensor_beyond_its_bytes_is_refused(start: int, end: int, shape: list[int]) -> None:
+    """The buffer's memory goes on behind it."""
+    packed = Packed(torch.zeros(128, dtype=torch.uint8)[:64])
+    with pytest.raises(RuntimeError):
+        packed.view(start, end, torch.float32, shape)
+
+
+def test_packed_tensor_within_an_element_is_copied() -> None:
+    buffer = torch.arange(64, dtype=torch.uint8)
+    found = Packed(buffer).view_or_copy(3, 11, torch.float32, [2])
+    assert torch.equal(found.view(torch.uint8), buffer[3:11])
+
+
+def test_tensors_of_a_typed_bucket_are_read() -> None:
+    """An older sender's bucket has one dtype, and is counted in elements."""
+    row = torch.arange(12.0)
+    assert torch.equal(Packed(row).view(4, 8, torch.float32, [2, 2]), row[4:8].view(2, 2))

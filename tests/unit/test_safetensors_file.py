@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from sglang_inflight.scheduler.update.sources.batches import Packed
 from sglang_inflight.scheduler.update.sources.safetensors_file import _DTYPES, SafetensorsFile
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -21,7 +22,7 @@ from sglang_inflight.vocabulary.errors import Refused
 def read(path: Path) -> dict[str, torch.Tensor]:
     with closing(SafetensorsFile(str(path), path.name)) as file:
         content = torch.frombuffer(bytearray(file.read(file.size, 0)), dtype=torch.uint8)
-        return {place.name: place.of(content, 0) for place in file.places}
+        return {place.name: place.of(Packed(content), 0) for place in file.places}
 
 
 def write(path: Path, header: Any, content: bytes = b"") -> Path:

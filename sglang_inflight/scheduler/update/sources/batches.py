@@ -11,9 +11,10 @@ A source that sends mere bytes sends the layouts beside them: names, dtypes and 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -99,6 +100,48 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+
+
+class Packed:
+    """Tensors side by side in one buffer of bytes.
+
+    A view costs one call of torch where the buffer is a row of bytes, and the tensor begins at an
+    element. Slicing, and viewing by dtype and by shape, cost three.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        is_row = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+        self._length = len(buffer) if is_row else 0
+        # the buffer by dtypes
+        self._rows: dict[torch.dtype, torch.Tensor] = {}
+
+    def view(self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor in ``buffer[start:end]``.
+
+        Raises ``RuntimeError`` if the tensor has another size, or begins within an element.
+        """
+        size = dtype.itemsize
+        fits = end - start == math.prod(shape) * size and 0 <= start <= end <= self._length
+        if not fits or start % size:
+            return self._buffer[start:end].view(dtype).reshape(shape)
+        if (row := self._rows.get(dtype)) is None:
+            row = self._rows[dtype] = self._buffer[: self._length // size * size].view(dtype)
+        strides = _strides(tuple(shape))
+        return row.as_strided(shape, strides, row.storage_offset() + start // size)
+
+    def view_or_copy(
+        self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Do as ``view``, but return a copy of a tensor that begins within an element."""
+        if start % dtype.itemsize:
+            return self._buffer[start:end].clone().view(dtype).reshape(shape)
+        return self.view(start, end, dtype, shape)
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.messages import BUCKETS, OF_CHECKPOINT, DistributedSource
-from sglang_inflight.scheduler.update.sources.batches import Layout, Weights, read_layouts
+from sglang_inflight.scheduler.update.sources.batches import Layout, Packed, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -88,25 +87,17 @@ def _broadcasts(
 
 def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
     """Return a buffer and its tensors. Raise ``ValueError`` if a tensor would be unaligned."""
-    metadata = []
-    offset = 0
+    flat = torch.empty(sum(each.nbytes for each in part), dtype=torch.uint8, device=device)
+    packed = Packed(flat)
+    tensors = []
+    start = 0
     for layout in part:
-        if offset % layout.dtype.itemsize:
-            raise ValueError(f"{layout.name} would begin at byte {offset}, amid a {layout.dtype}")
-        metadata.append(
-            FlattenedTensorMetadata(
-                name=layout.name,
-                shape=torch.Size(layout.shape),
-                dtype=layout.dtype,
-                start_idx=offset,
-                end_idx=offset + layout.nbytes,
-                numel=layout.nbytes,
-            )
-        )
-        offset += layout.nbytes
-    flat = torch.empty(offset, dtype=torch.uint8, device=device)
-    bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata)
-    return flat, bucket.reconstruct_tensors()
+        if start % layout.dtype.itemsize:
+            raise ValueError(f"{layout.name} would begin at byte {start}, amid a {layout.dtype}")
+        end = start + layout.nbytes
+        tensors.append((layout.name, packed.view(start, end, layout.dtype, layout.shape)))
+        start = end
+    return flat, tensors
 
 
 def _split(layouts: list[Layout], most: int | None) -> Iterator[list[Layout]]:

@@ -22,7 +22,7 @@ from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.answers import zmq_context
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
+from sglang_inflight.scheduler.update.sources.batches import Batches, Packed, Weights
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.worker import finish
 from sglang_inflight.vocabulary.errors import Refused, describe
@@ -164,9 +164,10 @@ def _rebuild(handle: bytes, device: torch.device) -> torch.Tensor:
 
 def _extract(listing: Any, buffer: torch.Tensor) -> Weights:
     try:
+        packed = Packed(buffer)
         for item in listing:
             shape, dtype, offset = torch.Size(item["shape"]), item["dtype"], item["offset"]
-            nbytes = dtype.itemsize * shape.numel()
-            yield item["name"], buffer[offset : offset + nbytes].view(dtype).view(shape)
+            end = offset + dtype.itemsize * shape.numel()
+            yield item["name"], packed.view(offset, end, dtype, shape)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"the checkpoint engine's listing is malformed: {error!r}") from error

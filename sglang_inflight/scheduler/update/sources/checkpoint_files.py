@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Weights
+from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers, RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
@@ -77,10 +77,11 @@ def read_safetensors(
                 thread.end()
                 content, coming = coming, begin(index + 1)
                 assert content is not None
+                packed = Packed(content)
                 for place in batch:
-                    yield place.name, place.of(content, batch[0].start)
+                    yield place.name, place.of(packed, batch[0].start)
                 # a reference would keep the buffer from its next use
-                del content
+                del content, packed
         finally:
             del coming
             buffers.give_back()
@@ -141,7 +142,7 @@ def read_verified(
                 contents.append(buffers.take(max(1, _span(file.places)))[: _span(file.places)])
                 thread.do(partial(_read_and_verify, file, contents[-1], one.sha256, rate_limit))
             for file in files:
-                content = contents.pop(0)
+                content = Packed(contents.pop(0))
                 for place in sorted(file.places, key=lambda place: place.name):
                     yield place.name, place.of(content, file.start)
         finally:

@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Layout, Weights, read_layouts
+from sglang_inflight.scheduler.update.sources.batches import Layout, Packed, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.gpu_sharing import (
     SharedMemory,
     has_memory,
@@ -255,9 +255,7 @@ def cut(buffer: torch.Tensor, layouts: list[Layout], sizes: list[int] | None) ->
         raise Refused(
             f"the tensors have {sum(own)} bytes, and the buffer that holds them {held.numel()}"
         )
+    packed = Packed(held)
     for layout, end in zip(layouts, accumulate(own), strict=True):
-        content = held[end - layout.nbytes : end]
-        if (end - layout.nbytes) % layout.dtype.itemsize:
-            # no tensor of this dtype can begin at this byte
-            content = content.clone()
-        yield layout.name, content.view(layout.dtype).view(layout.shape)
+        start = end - layout.nbytes
+        yield layout.name, packed.view_or_copy(start, end, layout.dtype, layout.shape)

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from sglang_inflight.scheduler.update.sources.batches import Packed
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
@@ -58,6 +59,9 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Natural, _Natural]
 
 
+_ENTRY = msgspec.json.Decoder(_Entry)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A tensor's place in its file, with its dtype and shape."""
@@ -68,15 +72,12 @@ class Place:
     start: int
     end: int
 
-    def of(self, content: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the tensor out of ``content``, the file's bytes from ``start`` on."""
-        mine = content[self.start - start : self.end - start]
-        if self.start == self.end:
-            return torch.empty(self.shape, dtype=self.dtype)
-        if mine.data_ptr() % self.dtype.itemsize:
-            # the format does not align tensors
-            mine = mine.clone()
-        return mine.view(self.dtype).view(self.shape)
+    def of(self, content: Packed, start: int) -> torch.Tensor:
+        """Return the tensor out of ``content``, the file's bytes from ``start`` on.
+
+        The format does not align tensors.
+        """
+        return content.view_or_copy(self.start - start, self.end - start, self.dtype, self.shape)
 
 
 def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
@@ -139,8 +140,7 @@ class SafetensorsFile(RegularFile):
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             entries.pop(_METADATA, None)
             places = [
-                self._place(name, msgspec.json.decode(entry, type=_Entry), start)
-                for name, entry in entries.items()
+                self._place(name, _ENTRY.decode(entry), start) for name, entry in entries.items()
             ]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._malformed(f"its header: {shorten(str(error))}") from error

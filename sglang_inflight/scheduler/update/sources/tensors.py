@@ -15,12 +15,11 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 )
 from sglang.srt.utils.common import normalize_serialized_named_tensor_payload
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.messages import BUCKETS, Payload, TensorSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Weights
+from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.sglang_types import get_parallel
@@ -129,20 +128,11 @@ def _own_payload(payloads: list[Payload]) -> Payload:
 
 def _unflatten(bucket: Any, load_format: str | None) -> Weights:
     try:
-        metadata = [
-            FlattenedTensorMetadata(
-                name=m.name,
-                shape=m.shape,
-                dtype=m.dtype,
-                start_idx=m.start_idx,
-                end_idx=m.end_idx,
-                numel=m.numel,
-            )
+        packed = Packed(bucket["flattened_tensor"])
+        tensors = [
+            (m.name, packed.view(m.start_idx, m.end_idx, m.dtype, m.shape))
             for m in bucket["metadata"]
         ]
-        tensors = FlattenedTensorBucket(
-            flattened_tensor=bucket["flattened_tensor"], metadata=metadata
-        ).reconstruct_tensors()
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"not a {load_format}: {error!r}") from error
     yield from tensors
