@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_inflight.scheduler.update.sources import tensors as sources
 from sglang_inflight.scheduler.update.sources.tensors import release_pages
 
 ROWS = 4096
@@ -57,6 +58,39 @@ def test_read_bucket_is_unmapped() -> None:
     # the whole bucket when it was written, and at most a quarter less each time
     assert most >= 3 * one
     assert mapped_kib(SHARED) < one // 4
+
+
+def small_in_one_bucket() -> Iterator[tuple[str, torch.Tensor]]:
+    """Share tensors smaller than a page, with gaps, and others of another storage in between."""
+    whole = torch.cat([tensor for _, tensor in tensors()]).share_memory_().view(-1)
+    for at, part in enumerate(whole.split(768)):
+        yield f"s{at}", part[: 768 - at % 2]
+        if at == 100:
+            yield "another", torch.ones(3)
+
+
+def test_small_neighbours_are_unmapped_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    unmap = sources._madvise
+
+    def count(start: int, size: int, advice: int) -> None:
+        calls.append(size)
+        unmap(start, size, advice)
+
+    monkeypatch.setattr(sources, "_madvise", count)
+    kept = dict(release_pages(small_in_one_bucket()))
+    assert mapped_kib(SHARED) < 64
+    whole = sum(tensor.nbytes for _, tensor in tensors())
+    assert whole <= sum(calls) < 1.01 * whole
+    assert len(calls) < len(kept) / 100
+    for name, tensor in small_in_one_bucket():
+        assert torch.equal(kept[name], tensor)
+
+
+def test_large_read_tensor_is_not_held() -> None:
+    each = ((str(i), torch.ones(ROWS, 256).share_memory_()) for i in range(3))
+    for _ in release_pages(each):
+        assert Path("/proc/self/maps").read_text().count(SHARED) == 1
 
 
 @pytest.mark.parametrize("kind", ["shared memory", "a bucket", "one storage", "own storage"])

@@ -30,6 +30,9 @@ from sglang_inflight.vocabulary.errors import Refused, describe
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+# small tensors whose pages are unmapped together
+_UNMAPPED_BYTES = 1 << 20
+
 
 def read_tensors(
     source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
@@ -141,27 +144,57 @@ def _unflatten(bucket: Any, load_format: str | None) -> Weights:
 def release_pages(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``weights``, and unmap a tensor's pages when the next tensor is asked for.
+    """Yield ``weights``, and unmap the pages of those that were taken.
 
     Torch unmaps a sender's whole memory when its last tensor goes, some 40 ms per GB, and holds
     the interpreter meanwhile. The loop needs the interpreter and would stand still. If the pages
-    went before, tensor by tensor, nothing is left to unmap.
+    went before, piece by piece, nothing is left to unmap. Small neighbours go together: a system
+    call for each would cost more than their reading.
 
     Pages of shared memory come back at the next read: nothing is lost if somebody still holds the
     tensor. Other memory would be lost, and is left alone.
     """
+    pages = _Pages()
     for name, tensor in weights:
         yield name, tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
-            continue
-        if tensor.is_shared():
-            _release(tensor)
+        if isinstance(tensor, torch.Tensor):
+            pages.add(tensor)
+    pages.release()
 
 
-def _release(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    # an expanded tensor counts more bytes than its storage has
-    end = min(tensor.data_ptr() + tensor.nbytes, storage.data_ptr() + storage.nbytes())
-    # the kernel refuses this for locked memory, and the pages stay
-    _madvise(start, max(0, end - start), mmap.MADV_DONTNEED)
+class _Pages:
+    """Read neighbours in one shared storage, which is held until their pages are unmapped."""
+
+    def __init__(self) -> None:
+        self._storage: torch.UntypedStorage | None = None
+        # addresses
+        self._start = self._end = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not (tensor.is_cpu and storage.is_shared()):
+            self.release()
+            return
+        start = tensor.data_ptr()
+        # an expanded tensor counts more bytes than its storage has
+        end = min(start + tensor.nbytes, storage.data_ptr() + storage.nbytes())
+        if self._has_beside(storage, start):
+            self._end = max(end, self._end)
+        else:
+            self.release()
+            self._storage, self._start, self._end = storage, start, end
+        if self._end - self._start >= _UNMAPPED_BYTES:
+            self.release()
+
+    def _has_beside(self, storage: torch.UntypedStorage, start: int) -> bool:
+        if self._storage is None or self._storage._cdata != storage._cdata:
+            return False
+        return self._start <= start <= self._end + mmap.PAGESIZE
+
+    def release(self) -> None:
+        if self._storage is None:
+            return
+        start = self._start // mmap.PAGESIZE * mmap.PAGESIZE
+        # the kernel refuses this for locked memory, and the pages stay
+        _madvise(start, max(0, self._end - start), mmap.MADV_DONTNEED)
+        self._storage = None
