@@ -323,10 +323,16 @@ class Unpickler(pickle._Unpickler):
         self.readinto = unframed.readinto
         self.metastack, self.stack = [], []
         self.append = self.stack.append
-        read, dispatch = self.read, self.dispatch
+        read, dispatch, memo = self.read, self.dispatch, self.memo
         try:
             while code := read(1):
-                dispatch[code[0]](self)
+                # the most frequent two without a call
+                if code == pickle.BINGET:
+                    self.stack.append(memo[read(1)[0]])
+                elif code == pickle.MEMOIZE:
+                    memo[len(memo)] = self.stack[-1]
+                else:
+                    dispatch[code[0]](self)
         except pickle._Stop as stop:
             return stop.value
         raise EOFError("it has no end")
