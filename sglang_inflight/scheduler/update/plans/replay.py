@@ -65,6 +65,7 @@ class Replay:
         self._loaders: set[str] = set()
         self._keeps = False
         self._check_finite = False
+        # each as a row
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._elements = 0
 
@@ -121,12 +122,12 @@ class Replay:
         if moves and size:
             if self._elements + size > _MOST_ELEMENTS:
                 self.flush()
-            self._waiting.append((name, tensor))
+            self._waiting.append((name, tensor.reshape(-1)))
             self._elements += size
             if len(self._waiting) == _MOST_TENSORS:
                 self.flush()
         elif size:
-            self._check([(name, tensor)])
+            self._check([(name, tensor.reshape(-1))])
         return True
 
     def take_sparse(self, sparse: Sparse) -> bool:
@@ -170,9 +171,10 @@ class Replay:
     def _moved(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Moved]:
         moves, weights = self._plan.moves, self._weights
         for name, tensor in batch:
-            flat = tensor.reshape(-1)
             for place, move, through in moves[name]:
-                of = move.source.view(cast(flat, through) if through else flat)
+                of = cast(tensor, through) if through else tensor
+                if move.of_strides != (1,) or move.sizes != tensor.shape:
+                    of = move.source.view(of)
                 yield Moved(weights[place], move.target, of)
 
     # ---- values ----------------------------------------------------------------------------
@@ -184,13 +186,13 @@ class Replay:
         floats: dict[torch.dtype, list[torch.Tensor]] = {}
         for _, tensor in batch:
             if tensor.dtype in FLOATS:
-                floats.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+                floats.setdefault(tensor.dtype, []).append(tensor)
         largest = [self._largest(found) for found in floats.values()]
         if all(each <= HELD_BY_ALL for each in largest):
             return
         for name, tensor in batch:
             if tensor.dtype in FLOATS:
-                self._check_alone(name, self._largest([tensor.reshape(-1)]))
+                self._check_alone(name, self._largest([tensor]))
 
     def _largest(self, rows: list[torch.Tensor]) -> float:
         row = rows[0] if len(rows) == 1 else torch.cat(rows)
