@@ -275,7 +275,7 @@ _TYPES = frozenset(
 
 # The opcodes for data, of protocol 2 and later. Only the keys of dicts are hashed (``_set``).
 _OPCODES = (
-    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.POP, pickle.POP_MARK,
     pickle.MEMOIZE, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT,
     pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
     pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
@@ -306,38 +306,42 @@ class Unpickler(pickle._Unpickler):
     nested and quantized tensors: no loader takes these.
     """
 
+    memo: dict[int, Any]
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: BinaryIO, rest: Callable[[], None] = lambda: None) -> None:
         """``rest`` is called for each tensor, after some 0.1 ms of Python."""
         super().__init__(file)
+        # what Python's own ``load`` sets
+        self.read, self.readline = file.read, file.readline
+        self.metastack: list[list[Any]] = []
+        self.stack = []
+        self.append = self.stack.append
         self._rest = rest
         self._made: set[type] = set()
         self._tries = TRIES
 
     def load(self) -> Any:
-        """Read opcode by opcode. A frame's head says nothing that is needed."""
-        unframed = pickle._Unframer(self._file_read, self._file_readline)
-        self.read, self.readline = self._file_read, self._file_readline
-        self.readinto = unframed.readinto
-        self.metastack, self.stack = [], []
-        self.append = self.stack.append
-        read, dispatch, memo = self.read, self.dispatch, self.memo
-        try:
-            while code := read(1):
-                # the most frequent two without a call
-                if code == pickle.BINGET:
-                    self.stack.append(memo[read(1)[0]])
-                elif code == pickle.MEMOIZE:
-                    memo[len(memo)] = self.stack[-1]
-                else:
-                    dispatch[code[0]](self)
-        except pickle._Stop as stop:
-            return stop.value
-        raise EOFError("it has no end")
+        """Read opcode by opcode, the two most frequent without a call."""
+        read, memo = self.read, self.memo
+        while (code := read(1)) != pickle.STOP:
+            if code == pickle.BINGET:
+                self.stack.append(memo[read(1)[0]])
+            elif code == pickle.MEMOIZE:
+                memo[len(memo)] = self.stack[-1]
+            elif code:
+                self.dispatch[code[0]](self)
+            else:
+                raise EOFError("it has no end")
+        return self.stack.pop()
+
+    def readinto(self, buffer: bytearray) -> int:
+        buffer[:] = self.read(len(buffer))
+        return len(buffer)
 
     def load_frame(self) -> None:
+        """Skip a frame's length. Reading in frames would cost a call for each read."""
         self.read(8)
 
     def find_class(self, module: str, name: str) -> Any:
