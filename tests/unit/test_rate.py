@@ -111,6 +111,22 @@ def walk(clock: Clock) -> None:
         rate.yield_gil()
 
 
+def test_paced_items_are_all_yielded_and_sleep(clock: Clock) -> None:
+    def staging() -> None:
+        RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25).limit_this_thread()
+        for item in rate.paced(range(10_000)):
+            clock.work(0.000_003)
+            taken.append(item)
+
+    taken: list[int] = []
+    began = clock.now
+    thread = threading.Thread(target=staging)
+    thread.start()
+    thread.join()
+    assert taken == [*range(10_000)]
+    assert clock.now - began - 0.03 == pytest.approx(0.09, abs=2 * rate._PIECE_S)
+
+
 def test_walk_sleeps_in_a_thread_that_does_not_stage(clock: Clock) -> None:
     """A thread for each, because a limit stays with its thread."""
 

@@ -55,13 +55,13 @@ def expect(found: Any, expected: list[tuple[str, torch.Tensor]]) -> None:
         assert torch.equal(tensor.double(), value.double()), name
 
 
-def test_unpickling_rests_after_each_tensor() -> None:
+def test_unpickling_rests_after_every_few_tensors() -> None:
     """Reading twenty thousand tensors takes seconds of Python, and the loop would wait."""
     rests: list[bool] = []
-    sent = [(str(n), torch.full((2,), float(n))) for n in range(20)]
+    sent = [(str(n), torch.full((2,), float(n))) for n in range(200)]
     payload = MultiprocessingSerializer.serialize(sent)
     expect(unpickle(payload, lambda: rests.append(True)), sent)
-    assert len(rests) >= len(sent)
+    assert len(rests) >= len(sent) // 8
 
 
 # ---- what senders send -------------------------------------------------------------------

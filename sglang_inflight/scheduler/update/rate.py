@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -24,8 +24,12 @@ _SHORTEST_SLEEP_S = _PIECE_S / 2
 # Between two calls of ``spend`` Python takes no longer. The rest is in torch's kernels and copies,
 # without the interpreter.
 _LONGEST_PYTHON_S = 0.0005
+# items of ``paced`` within that time
+_ITEMS = 64
 # Delay until a sleeper sees that no request runs.
 _LONGEST_SLEEP_S = 0.1
+
+T = TypeVar("T")
 
 
 def choose_rate(wanted: int | None, device: torch.device) -> int:
@@ -126,6 +130,14 @@ def yield_gil() -> None:
     limit: RateLimit | None = getattr(_of_thread, "limit", None)
     if limit is not None:
         limit.spend(0)
+
+
+def paced(items: Iterable[T]) -> Iterator[T]:
+    """Yield ``items``, some microseconds of Python each, and ``yield_gil`` after every few."""
+    for at, item in enumerate(items, start=1):
+        yield item
+        if not at % _ITEMS:
+            yield_gil()
 
 
 def switch_often(interval_s: float) -> None:

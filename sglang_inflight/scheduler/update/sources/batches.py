@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import torch
 
+from sglang_inflight.scheduler.update.rate import paced
 from sglang_inflight.vocabulary.errors import Refused
 
 # Names and tensors, on the staging thread. A tensor may be the caller's memory.
@@ -166,7 +167,7 @@ def read_layouts(names: list[str], dtypes: list[str], shapes: list[list[int]]) -
         raise Refused("shapes holds a negative size")
     return [
         Layout(name, _dtype(dtype), shape)
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        for name, dtype, shape in paced(zip(names, dtypes, shapes, strict=True))
     ]
 
 

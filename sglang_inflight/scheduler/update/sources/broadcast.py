@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_inflight.messages import BUCKETS, OF_CHECKPOINT, DistributedSource
+from sglang_inflight.scheduler.update.rate import paced
 from sglang_inflight.scheduler.update.sources.batches import Layout, Packed, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.vocabulary.errors import Refused
@@ -91,7 +92,7 @@ def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
     packed = Packed(flat)
     tensors = []
     start = 0
-    for layout in part:
+    for layout in paced(part):
         if start % layout.dtype.itemsize:
             raise ValueError(f"{layout.name} would begin at byte {start}, amid a {layout.dtype}")
         end = start + layout.nbytes

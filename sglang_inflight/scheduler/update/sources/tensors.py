@@ -17,7 +17,7 @@ from sglang.srt.utils.common import normalize_serialized_named_tensor_payload
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_inflight.messages import BUCKETS, Payload, TensorSource
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
@@ -134,7 +134,7 @@ def _unflatten(bucket: Any, load_format: str | None) -> Weights:
         packed = Packed(bucket["flattened_tensor"])
         tensors = [
             (m.name, packed.view(m.start_idx, m.end_idx, m.dtype, m.shape))
-            for m in bucket["metadata"]
+            for m in paced(bucket["metadata"])
         ]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"not a {load_format}: {error!r}") from error

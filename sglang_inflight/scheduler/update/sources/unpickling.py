@@ -23,6 +23,8 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 # torch holds the interpreter for that second.
 _LATE = "Shared memory manager connection has timed out"
 TRIES = 10
+# calls between two rests: a tensor needs one to three
+_CALLS = 8
 
 
 def unpickle(payload: bytes | BinaryIO, rest: Callable[[], None] = lambda: None) -> Any:
@@ -311,7 +313,7 @@ class Unpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: BinaryIO, rest: Callable[[], None] = lambda: None) -> None:
-        """``rest`` is called for each tensor, after some 0.1 ms of Python."""
+        """``rest`` is called every few tensors, after some 0.1 ms of Python."""
         super().__init__(file)
         # what Python's own ``load`` sets
         self.read, self.readline = file.read, file.readline
@@ -319,6 +321,7 @@ class Unpickler(pickle._Unpickler):
         self.stack = []
         self.append = self.stack.append
         self._rest = rest
+        self._calls = 0
         self._made: set[type] = set()
         self._tries = TRIES
 
@@ -365,7 +368,9 @@ class Unpickler(pickle._Unpickler):
         call = self.stack.pop()
         if not isinstance(call, Function) or not isinstance(args, tuple):
             raise pickle.UnpicklingError("it calls something other than an allowed function")
-        self._rest()
+        self._calls += 1
+        if not self._calls % _CALLS:
+            self._rest()
         self.stack.append(self._call(call, args))
 
     def _call(self, call: Function, args: tuple[Any, ...]) -> Any:
