@@ -182,7 +182,7 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     staged_as: StagedChanges | None = None
     # None for models that SGLang does not finish after loading
     proof: Proof | None = None
-    # by role ("target", "draft"), once the first update has found it
+    # each role ("target", "draft") has its own, once the first update has found it
     ways: dict[str, Ways] = {}
 
 

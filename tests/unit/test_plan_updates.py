@@ -368,7 +368,7 @@ def test_audit_refuses_an_update_whose_loader_does_something_else(mode: StagingM
         rank.update(checkpoint(2))
     assert found[1:] == [(0, 1)]
     assert_serves(model, loaded_before(checkpoint(1)))
-    # by the loader, which is right by definition
+    # the loader is right by definition
     rank.update(checkpoint(2))
     expected = Changes()
     expected.load_weights(checkpoint(2).items())

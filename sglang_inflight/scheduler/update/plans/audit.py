@@ -24,7 +24,7 @@ from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
-# of one update
+# an update audits no more
 _MOST_TENSORS = 8
 _MOST_BYTES = 64 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
