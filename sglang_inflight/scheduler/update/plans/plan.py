@@ -38,9 +38,9 @@ class Plan:
         by_loader: Mapping[str, str],
         together: Mapping[str, str | None],
     ) -> None:
-        # of the checkpoint's tensors
+        # shapes and dtypes of the checkpoint's tensors
         self.kinds = dict(kinds)
-        # by the name of a planned tensor
+        # moves by the name of a planned tensor
         self.moves = dict(moves)
         # why a tensor goes by the model's loader
         self.by_loader = dict(by_loader)

@@ -77,7 +77,7 @@ class Planned(NamedTuple):
 class Recorded(NamedTuple):
     """The loader's answers for one checkpoint."""
 
-    # of each planned tensor; none for a tensor that the rank has no use for
+    # a planned tensor has its moves here; one that the rank has no use for has none
     moves: Mapping[str, tuple[Planned, ...]]
     # why a tensor is not planned
     unplanned: Mapping[str, str]
