@@ -11,6 +11,8 @@ from torch import nn
 
 from sglang_inflight.messages import TensorSource, Voted
 from sglang_inflight.scheduler.update.changes.recording import Budget
+from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans.plan import Plan
@@ -83,6 +85,14 @@ class Rank:
         # the vote for the last update
         self.voted: Voted
 
+    def finish_after_loading(self, pristine: nn.Module, recipe: Recipe) -> None:
+        """Let updates finish the model as ``recipe`` says. ``pristine``: before any loading."""
+        self.shadowed._pristine, self.shadowed._recipe = pristine, recipe
+        if self.shadowed._plan is not None:
+            kinds, weights = self.shadowed._plan.kinds, plannable(self.model, recipe)
+            self.shadowed._plan = plan = Plan.of(record(pristine, kinds), kinds, weights)
+            leave_torn(plan, recipe, weights)
+
     @property
     def has_plan(self) -> bool:
         return self.shadowed._plan is not None
@@ -125,17 +135,25 @@ class Rank:
         after: Any = None,
     ) -> None:
         """Stage and seal ``update``, without a commit. ``after``: see ``Jobs.prepare``."""
-        self._jobs.prepare(update, None, after=after)
+        self.prepare(update, after=after)
         for call in calls:
-            source: Any = tensor_source(load_format)
-            sent = {name: tensor.clone() for name, tensor in call.items()}
-            self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
-                pair
-                for pair in sent.items()  # noqa: B023
-            )
-            self._jobs.fill(update, source, None)
-            for tensor in sent.values():
-                tensor.fill_(-1)
+            self.fill(update, call, load_format)
+        self.seal(update)
+
+    def prepare(self, update: Update, *, after: Any = None) -> None:
+        self._jobs.prepare(update, None, after=after)
+
+    def fill(self, update: Update, call: Tensors, load_format: str | None = None) -> None:
+        source: Any = tensor_source(load_format)
+        sent = {name: tensor.clone() for name, tensor in call.items()}
+        self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+            pair for pair in sent.items()
+        )
+        self._jobs.fill(update, source, None)
+        for tensor in sent.values():
+            tensor.fill_(-1)
+
+    def seal(self, update: Update) -> None:
         self.voted = self._jobs.seal(update, self.digest)
 
     def roll_back(self) -> None:

@@ -13,8 +13,6 @@ import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.finished import raw_model
 from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.finished.places import (
@@ -25,15 +23,15 @@ from sglang_inflight.scheduler.update.finished.places import (
 )
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
-from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
-from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
-from sglang_inflight.scheduler.update.weight import Weight
+from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
+from tests.support import rank as support
 from tests.unit.finishing import Finish, Finishing
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -143,55 +141,43 @@ class Rank:
         self._version = {**checkpoint(0), **version}
         self.pristine = kind(finish)
         self._device = device
-        swap = swap_for(CPU)
-        self.form: Form
-        if form == "changes":
-            self.form = Changes(Recording(Budget(), UNPACED), swap, UNPACED)
-        else:
-            self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED)
-        self.shadow = FinishedModel(
-            self.pristine,
+        self._rank = support.Rank(
+            StagingMode[form.upper()],
             self.live,
-            self.recipe(),
-            ShadowParameters(),
-            self.form,
-            device=device,
-            storage=CPU,
-            rate_limit=UNPACED,
-            holds_graphs=holds_graphs,
-            owners=(),
+            checkpoint_shapes={name: tensor.shape for name, tensor in self._version.items()},
         )
+        self._rank.finish_after_loading(self.pristine, self.recipe())
+        if holds_graphs:
+            runner: Any = self._rank.shadowed.runner
+            runner.decode_cuda_graph_runner = self
+
+    @property
+    def shadow(self) -> FinishedModel:
+        shadow = self._rank.shadowed.shadow
+        assert isinstance(shadow, FinishedModel)
+        return shadow
 
     def recipe(self) -> Recipe:
         return found(self.pristine, self.live, self._version, self._device)
 
+    @property
+    def planned(self) -> set[str]:
+        """Names of the weights that updates write by moves."""
+        plan = self._rank.shadowed._plan
+        return set() if plan is None else {*plan.writers}
+
     def begin(self, *, is_partial: bool = False) -> None:
-        self.form.begin()
-        self.shadow.begin(is_partial=is_partial)
-        for name, live, staged in self.shadow.pairs:
-            self.form.add(Weight(name, live, staged), keeps=True, check=lambda: None)
+        self._update = self._rank.begin(partial=is_partial)
+        self._rank.prepare(self._update)
+        self.shadow._raw._device = self._device
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        dataflow = Dataflow(self.shadow.targets(), before_write=self.shadow.note_write)
-        model: Any = self.shadow.model
-        with torch.no_grad(), dataflow:
-            model.load_weights(self._followed(dataflow, weights))
-            self.shadow.finish_complete()
-
-    def _followed(
-        self, dataflow: Dataflow, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        for pair in dataflow.receive_each(weights):
-            yield pair
-            self.shadow.finish_complete()
+        self._rank.fill(self._update, dict(weights))
 
     def seal(self) -> PreparedSwap:
-        self.form.show_as_served()
-        with torch.no_grad():
-            self.shadow.finish()
-        self.form.close(check_finite=True)
-        weights = [Weight(*pair) for pair in self.shadow.pairs]
-        return self.form.prepare(weights, (), self.shadow.numbers)
+        self._rank.seal(self._update)
+        assert self._update.sealed is not None
+        return self._update.sealed.swap
 
     def update(self, version: int) -> PreparedSwap:
         self.begin()
@@ -373,9 +359,10 @@ def test_write_into_a_served_tensor_is_refused() -> None:
 
 def test_served_tensor_that_was_replaced_is_refused() -> None:
     rank = Rank()
+    rank.begin()
     rank.live.b.scale = rank.live.b.scale.clone()
     with pytest.raises(Refused, match=r"'b\.scale' was replaced"):
-        rank.begin()
+        rank.shadow.begin(is_partial=False)
 
 
 @pytest.mark.parametrize(

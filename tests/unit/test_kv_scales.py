@@ -34,6 +34,8 @@ from tests.support.front_end import no_arguments as no_arguments
 from tests.support.rank import CPU, Rank, Tensors
 from tests.support.ticks import run
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 K, V = "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"
 STAGED = [StagingMode.DEVICE, StagingMode.CHANGES]
 ALL = [*STAGED, StagingMode.OFF]
@@ -93,10 +95,8 @@ def serve(mode: StagingMode, start: Tensors) -> Rank:
     )
     if mode is not StagingMode.OFF:
         loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
-        rank.shadowed._pristine = pristine
-        rank.shadowed._recipe = find_recipe(
-            pristine, live, CPU, start.items(), UNPACED, 1 << 30, loaded
-        )
+        recipe = find_recipe(pristine, live, CPU, start.items(), UNPACED, 1 << 30, loaded)
+        rank.finish_after_loading(pristine, recipe)
     return rank
 
 

@@ -106,10 +106,11 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_pinned_memory_is_counted_as_torch_rounds_it_and_given_back(on_a_device: list[str]) -> None:
     pinned = 64
-    find(Finished(), LAYERS * NBYTES + pinned, CUDA)
+    most = (LAYERS + 1) * NBYTES + pinned
+    find(Finished(), most, CUDA)
     assert on_a_device == ["host's"]
     with pytest.raises(NotNow):
-        find(Finished(), LAYERS * NBYTES + pinned - 1, CUDA)
+        find(Finished(), most - 1, CUDA)
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
@@ -164,6 +165,7 @@ def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     recipe = Recipe(
         names={f"{name}.weight": frozenset({f"{name}.weight"}) for name in ("plain", "gone")},
         kept=frozenset({"plain.weight"}),
+        untouched=frozenset(),
         tensors=frozenset({Place("plain", "weight"), Place("", "product")}),
         numbers=frozenset(),
         # finishing deletes the weight of ``gone``, and needs no other module for that

@@ -34,6 +34,7 @@ from tests.unit.finishing import Finish, Finishing
 RECIPE = Recipe(
     names={},
     kept=frozenset(),
+    untouched=frozenset(),
     tensors=frozenset(),
     numbers=frozenset(),
     awaited=frozenset(),

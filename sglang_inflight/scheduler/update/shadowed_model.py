@@ -53,6 +53,7 @@ from sglang_inflight.scheduler.update.finished.finished_model import (
     memory_of,
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
+from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.proving import Proving
@@ -263,11 +264,12 @@ class ShadowedModel:
 
         ``check`` and ``layout``: as for ``prove``.
         """
-        if self._plan is not None or self.finishes or self._experts_move or not self._kinds:
+        if self._plan is not None or self._experts_move or not self._kinds:
             return
         if self.ways is not None and (self._is_unplannable or self._is_written_otherwise):
             # the last search failed, and this one would
             return
+        pristine, recipe = self._pristine, self._recipe
 
         def find(require_wanted: Callable[[], None]) -> Plan:
             paced = rate_limit.for_another_thread()
@@ -275,14 +277,29 @@ class ShadowedModel:
             if rate_limit is not UNPACED and device.type == "cpu":
                 use_one_core()
             model = self.runner.model
-            name = self._name_recipe(model, layout)
+            name = self._name_recipe(pristine or model, layout)
 
             def read_served() -> Weights:
                 if self._is_written_otherwise:
                     raise NotNow(_WRITTEN_OTHERWISE)
                 return self._read_start_checkpoint(require_wanted, paced)
 
-            return find_plan(model, self._kinds, name, read_served, require_wanted, paced)
+            if pristine is None:
+                weights, restrict = dict(weights_of(model)), _do_nothing_with
+            else:
+                assert recipe is not None
+                weights = plannable(model, recipe)
+                restrict = functools.partial(leave_torn, recipe=recipe, weights=weights)
+            return find_plan(
+                pristine or model,
+                weights,
+                self._kinds,
+                name,
+                read_served,
+                require_wanted,
+                paced,
+                restrict=restrict,
+            )
 
         self._finding = self._finding or Proving(find, device)
         try:
@@ -533,12 +550,12 @@ class ShadowedModel:
     def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
         """Stage ``new``, of the layout of ``weight``, for all of it, past the model's loader."""
         assert self._form is not None
+        if self._replay is not None:
+            self._replay.give_up(weight.name)
         if isinstance(self.shadow, FinishedModel):
             self.shadow.take_saved({weight.name: new}, {})
             return
         self._writes_checkpoint = False
-        if self._replay is not None:
-            self._replay.give_up(weight.name)
         self._form.put(weight, new)
         self._written.add(memory_key(weight.shadow))
 
@@ -577,21 +594,28 @@ class ShadowedModel:
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_loader_reads", None)
-        if isinstance(self.shadow, FinishedModel):
-            self.shadow.begin(is_partial=is_partial)
+        shadow = self.shadow
+        if self._replay is None and self._plan is not None and not isinstance(shadow, InPlaceModel):
+            self._replay = self._make_replay(self._plan, shadow)
+        by_memory = None
+        if isinstance(shadow, FinishedModel):
+            # the weights of a module that another model owns are not finished here either
+            planned = self._plan.writers if self._plan is not None else ()
+            shadow.begin(is_partial=is_partial, planned=planned)
+            by_memory = shadow.siblings(self._replay.places) if self._replay is not None else None
         else:
-            self.shadow.begin()
-        if self._replay is None and self._plan is not None and isinstance(self.shadow, Shadow):
-            self._replay = self._make_replay(self._plan, self.shadow)
+            shadow.begin()
         if self._replay is not None:
-            self._replay.begin(keeps=is_partial)
+            self._replay.begin(keeps=is_partial, by_memory=by_memory)
 
-    def _make_replay(self, plan: Plan, shadow: Shadow) -> Replay:
+    def _make_replay(self, plan: Plan, shadow: Shadow | FinishedModel) -> Replay:
         assert self._form is not None
         weights = {name: Weight(name, *both) for name, *both in shadow.pairs}
         owned = {name for name, w in weights.items() if memory_key(w.live) in self._foreign}
+        if isinstance(shadow, FinishedModel):
+            owned |= plan.writers.keys() - weights.keys()
         plan = plan.without(owned)
-        audit = Audit(plan, self.runner.model, self._rate_limit)
+        audit = Audit(plan, self._pristine or self.runner.model, self._rate_limit)
         return Replay(plan, weights, self._form, audit, self._rate_limit)
 
     def _leave_to_loader(self, difference: Differs) -> None:
@@ -601,6 +625,9 @@ class ShadowedModel:
         logger.error("An update by the plan of the %s model was refused: %s", self.role, difference)
         for place in difference.places:
             self._plan.drop(place, "an update's audit has found a difference")
+        if self._recipe is not None:
+            weights = plannable(self.runner.model, self._recipe)
+            leave_torn(self._plan, self._recipe, weights)
         self.ways = self._plan.ways(finishes=self.finishes)
         self._replay = None
 
@@ -644,7 +671,7 @@ class ShadowedModel:
     def refuse_if_derived(self) -> None:
         """Raise ``Refused`` if a loader wrote something out of a commit's reach."""
         if isinstance(self.shadow, FinishedModel):
-            if self._written:
+            if self._written or (self._replay is not None and self._replay.has_moved):
                 with torch.no_grad():
                     self.shadow.finish()
             return
@@ -878,7 +905,9 @@ class ShadowedModel:
     def _before_read(self, memory: int) -> None:
         assert self._replay is not None
         with Dataflow.untraced():
-            self._replay.leave(memory)
+            left = self._replay.leave(memory)
+        if isinstance(self.shadow, FinishedModel):
+            self.shadow.leave(left)
 
     def _leaving_out_nan(self) -> AbstractContextManager[None]:
         assert self._form is not None
@@ -986,6 +1015,10 @@ _WRITTEN_OTHERWISE = (
 
 def _needs_nothing(name: str) -> bool:
     return False
+
+
+def _do_nothing_with(plan: Plan) -> None:
+    pass
 
 
 def _do_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Place,
     numbers_of,
+    split_name,
     tensors_of,
     without_views,
 )
@@ -92,8 +93,11 @@ class FinishedModel:
     def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         return []
 
-    def begin(self, *, is_partial: bool) -> None:
-        """Begin an update. Raise ``Refused`` if a served tensor was replaced since the last."""
+    def begin(self, *, is_partial: bool, planned: Iterable[str] = ()) -> None:
+        """Begin an update. Raise ``Refused`` if a served tensor was replaced since the last.
+
+        ``planned``: weights whose modules are staged past the loader.
+        """
         now = tensors_of(self._live)
         for place, weight in self._weights.items():
             if now.get(place) is not weight.live:
@@ -101,11 +105,21 @@ class FinishedModel:
         self._taken.clear()
         self.numbers.clear()
         self._numbers = numbers_of(self._live)
-        self._raw.begin(now, is_partial=is_partial)
+        self._raw.begin(
+            now, is_partial=is_partial, planned={split_name(name)[0] for name in planned}
+        )
 
     def targets(self) -> dict[int, Target]:
         """Return all memory in reach of the model's loader, by ``memory_key``."""
         return self._raw.targets()
+
+    def siblings(self, names: Iterable[str]) -> dict[int, tuple[str, ...]]:
+        """Return, by memory that the loader writes, the weights of its module among ``names``."""
+        return self._raw.siblings(names)
+
+    def leave(self, came: Mapping[str, Iterable[str]]) -> None:
+        """Leave planned weights to the loader. ``came``: what was staged of each, by its name."""
+        self._raw.leave(came)
 
     def note_write(self, write: Write) -> None:
         self._raw.note_write(write)

@@ -33,7 +33,7 @@ def find_recipe(
     """Load ``weights``, which are served, beside the served model, finish it, and compare the two.
 
     ``pristine`` is the model before loading, ``live`` the served one. The load takes host memory
-    for all weights of this rank and for one finished module, at most ``host_bytes``. ``loaded``:
+    for all weights of this rank and for finishing one module, at most ``host_bytes``. ``loaded``:
     memory of ``live`` that loading made, by ``memory_key``. ``check`` raises to give up.
 
     Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here; its child
@@ -100,7 +100,7 @@ class _Proof:
     def take(self, made: Made) -> None:
         self._comparison.compare(made.tensors, made.numbers)
         self._present |= made.present
-        self._kept |= self.raw.kept(made.finished)
+        self._kept |= made.kept
 
     def recipe(self, loaded: Collection[int]) -> Recipe:
         """Return the findings, after the last ``take``. Raise ``Unproven`` if some are missing."""
@@ -112,6 +112,9 @@ class _Proof:
         return Recipe(
             names=names,
             kept=frozenset(self._kept & there),
+            untouched=frozenset(
+                name for name in self._kept & there if split_name(name)[0] not in self.raw.looked_at
+            ),
             tensors=frozenset(tensors),
             numbers=frozenset(self._comparison.numbers),
             awaited=frozenset(gone | self.raw.read),

@@ -16,20 +16,24 @@ known by what has become of the tensor, and the module gets its memory back afte
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.host_memory import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
+from sglang_inflight.scheduler.update.checks.dataflow import tensors_of as arguments_in
 from sglang_inflight.scheduler.update.finished.kv_scales import is_kv_scale
 from sglang_inflight.scheduler.update.finished.places import (
     Number,
@@ -50,7 +54,12 @@ from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, ch
 from sglang_inflight.storages import distinct_storages, memory_key
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
+logger = logging.getLogger(__name__)
+
 _HOST = torch.device("cpu")
+# how bytes are altered: not in the highest bit, which may be a sign
+_OTHER_BITS = (torch.arange(1 << 16) * 37 % 127 + 1).to(torch.uint8)
+_POSITIONS = (torch.bool, torch.int16, torch.int32, torch.int64)
 _NUMBERS = (bool, int, float)
 
 
@@ -63,6 +72,8 @@ class Made:
     # modules that were finished, and all tensors that they have now
     finished: set[str] = field(default_factory=set)
     present: set[Place] = field(default_factory=set)
+    # weights that finishing has left as loaded, byte for byte; looked for in the proof
+    kept: frozenset[str] = frozenset()
 
 
 class Taker(Protocol):
@@ -80,6 +91,8 @@ class _RawWeight:
     # its value without a checkpoint
     default: torch.Tensor
     names: set[str] = field(default_factory=set)
+    # all that the update brought, though the module was finished since
+    came: set[str] = field(default_factory=set)
     is_written: bool = False
     # whether elements that were not sent are those of the served weight
     is_filled: bool = False
@@ -140,12 +153,16 @@ class RawModel:
         self._targets: dict[int, Target] = {}
         self._complete: list[str] = []
         self._done: set[str] = set()
+        # modules whose weights come another way, until the loader writes one
+        self._planned: set[str] = set()
         # memory written by finishing, and modules read by ``post_load_weights``
         self._finishing = self._post_loading = False
         self._rewritten: set[int] = set()
         # checksums of raw tensors before their finishing
         self._before: dict[Place, str] = {}
         self.read: set[str] = set()
+        # modules whose weights finishing has looked at, in the proof
+        self.looked_at: set[str] = set()
         self.is_partial = self.is_post_loaded = False
 
     def _handle_for(self, weight: torch.Tensor) -> torch.Tensor:
@@ -160,11 +177,12 @@ class RawModel:
 
     @property
     def most_nbytes_finished(self) -> int:
-        """Return the bytes on the host of the largest module, if finishing replaces its weights.
+        """Return the bytes on the host that finishing the largest module takes in the proof.
 
-        SGLang brings results of a device back to the host, into pinned memory.
+        It may replace all weights. SGLang brings results of a device back to the host, into pinned
+        memory, which torch keeps beside the module's other content (``_try_other_content``).
         """
-        size = pinned_bytes if self._device.type != "cpu" else _nbytes
+        size = _nbytes if self._device.type == "cpu" else _nbytes_and_pinned
         return max(
             (
                 sum(size(weight.tensor) for weight in weights)
@@ -175,13 +193,21 @@ class RawModel:
 
     # ---- loading ----------------------------------------------------------------------
 
-    def begin(self, live: Mapping[Place, torch.Tensor], *, is_partial: bool) -> None:
+    def begin(
+        self,
+        live: Mapping[Place, torch.Tensor],
+        *,
+        is_partial: bool,
+        planned: Iterable[str] = (),
+    ) -> None:
         """Begin an update. ``is_partial``: tensors that are not sent keep their values.
 
-        ``live``: all tensors of the live model.
+        ``live``: all tensors of the live model. ``planned``: modules whose weights are staged past
+        the loader, and not finished (``plannable.py``).
         """
         self.is_partial, self.is_post_loaded = is_partial, False
         self.forget()
+        self._planned = set(planned)
         self._shadow.begin()
         self._targets = {
             memory_key(tensor): Target(Kind.SERVED, str(place)) for place, tensor in live.items()
@@ -196,6 +222,8 @@ class RawModel:
             state.restore(self._modules[path])
         for weight in self._weights.values():
             weight.reset()
+            weight.came.clear()
+        self._planned.clear()
         self._twins.clear()
         self._complete.clear()
         self._done.clear()
@@ -216,6 +244,7 @@ class RawModel:
         if not weight.is_written:
             self._prepare(weight)
         weight.names |= write.names
+        weight.came |= write.names
         if weight.module not in self._done and self._has_all_names(weight.module):
             self._complete.append(weight.module)
 
@@ -228,6 +257,29 @@ class RawModel:
         elif self._is_kept(weight):
             for to, of in self._rate_limit.cut(weight.tensor, self._live_tensor(weight)):
                 to.copy_(of)
+
+    def siblings(self, names: Iterable[str]) -> dict[int, tuple[str, ...]]:
+        """Return, by the memory of a raw weight, the weights of its module among ``names``."""
+        by_module: dict[str, list[str]] = {}
+        for name in names:
+            by_module.setdefault(split_name(name)[0], []).append(name)
+        return {
+            memory: tuple(by_module[weight.module])
+            for memory, weight in self._weights.items()
+            if weight.module in by_module
+        }
+
+    def leave(self, came: Mapping[str, Iterable[str]]) -> None:
+        """Leave planned weights to the loader. ``came``: what was staged of each, by its name.
+
+        The loader has to bring all of their modules, because finishing takes no part of one.
+        """
+        for name, names in came.items():
+            module, _ = split_name(name)
+            self._planned.discard(module)
+            for weight in self._of_module[module]:
+                if weight.name == name:
+                    weight.came.update(names)
 
     def _has_all_names(self, module: str) -> bool:
         if self._recipe is None or module in self._recipe.awaited:
@@ -246,9 +298,10 @@ class RawModel:
 
     def finish(self) -> None:
         """Finish the rest, at the seal. Raise ``Refused`` if tensors are missing for it."""
-        paths = [path for path in self._modules if path not in self._done]
+        there = self._done | self._planned
+        paths = [path for path in self._modules if path not in there]
         if self.is_partial:
-            touched = {w.module for w in self._weights.values() if w.is_written}
+            touched = {w.module for w in self._weights.values() if w.is_written or w.came}
             self._show_live([path for path in paths if path not in touched])
             paths = [path for path in paths if path in touched]
         with Dataflow(self._targets, before_write=self.note_write, recorder=_Reads(self)):
@@ -293,7 +346,7 @@ class RawModel:
         self._finishing = True
         try:
             for path in paths:
-                self._process(self._modules[path])
+                self._process(path)
         finally:
             self._finishing = False
         for path in paths:
@@ -310,12 +363,15 @@ class RawModel:
         made = self._made_by(owners, finished=set(paths))
         if self._recipe is not None:
             self._refuse_unsent_scales(made)
+        else:
+            made.kept = self._kept(paths)
         self._taker.take(made)
         for path in paths:
             self._raw[path].restore(self._modules[path])
             self._done.add(path)
             if self._recipe is None:
                 # others may share its raw weights, and nothing is known of that yet
+                self._try_other_content(path, made)
                 continue
             for weight in self._of_module.get(path, ()):
                 weight.reset()
@@ -394,11 +450,81 @@ class RawModel:
             for module in self._modules.values():
                 module._parameters = self._twins.in_place_of(module._parameters)
 
-    def _process(self, module: Any) -> None:
+    def _process(self, path: str) -> None:
+        module: Any = self._modules[path]
         method = getattr(module, "quant_method", None)
         if method is not None:
-            with device_loading_context(module, self._device):
+            with device_loading_context(module, self._device), self._noting_looks(path):
                 method.process_weights_after_loading(module)
+
+    def _try_other_content(self, path: str, made: Made) -> None:
+        """Note, in the proof, whether finishing does something else with other content.
+
+        Kernels outside of torch's dispatcher are not seen when they look at it. ``made``: of the
+        served content, which is handed on. Its tensors are given back.
+        """
+        module, places = self._modules[path], {*made.tensors}
+        made.tensors.clear()
+        weights = [weight for weight in self._of_module.get(path, ()) if weight.names]
+        if path in self.looked_at or any(w.name not in made.kept for w in weights):
+            return
+        if not weights or getattr(module, "quant_method", None) is None:
+            return
+        for weight in weights:
+            tensor = getattr(module, weight.attribute)
+            tensor.data = self._altered(tensor.data)
+        before = [self._checksum_of(getattr(module, w.attribute)) for w in weights]
+        self._finishing = True
+        try:
+            self._process(path)
+            again = self._made_by(owners_at(path, module), finished={path})
+            after = [self._checksum_of(getattr(module, w.attribute)) for w in weights]
+            is_same = (after, again.numbers, {*again.tensors}) == (before, made.numbers, places)
+        except Exception:
+            logger.debug("%s is not finished with other content", path, exc_info=True)
+            is_same = False
+        finally:
+            self._finishing = False
+            self._raw[path].restore(module)
+        if not is_same:
+            self.looked_at.add(path)
+
+    def _altered(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``data`` with other bits: large and small numbers, and few NaN.
+
+        Positions stay as they are: a kernel may use them.
+        """
+        with Dataflow.untraced():
+            altered = data.detach().clone()
+            if altered.dtype in _POSITIONS:
+                return altered
+            flat = altered.as_strided((altered.numel(),), (1,)).view(torch.uint8)
+            for piece in flat.split(len(_OTHER_BITS)):
+                piece.bitwise_xor_(_OTHER_BITS[: len(piece)])
+                # a comparison with NaN is false, whatever finishing looks for
+                piece.bitwise_xor_(((piece & 0x7C) == 0x7C).to(torch.uint8) << 6)
+                self._rate_limit.spend(piece.nbytes)
+        return altered
+
+    @contextmanager
+    def _noting_looks(self, path: str) -> Iterator[None]:
+        """Note, in the proof, of which modules finishing ``path`` takes more than the memory.
+
+        The weights of ``path`` are on the device meanwhile.
+        """
+        if self._recipe is not None:
+            yield
+            return
+        module = self._modules[path]
+        named = (*module.named_parameters(prefix=path), *module.named_buffers(prefix=path))
+        there = {memory_key(tensor): split_name(name)[0] for name, tensor in named}
+        with _Looks() as looks:
+            yield
+        for memory in looks.memory:
+            if memory in there:
+                self.looked_at.add(there[memory])
+            elif (weight := self._weights.get(memory)) is not None:
+                self.looked_at.add(weight.module)
 
     def _fill(self, weight: _RawWeight) -> None:
         """Complete a raw weight that the update wrote in part or not at all.
@@ -408,7 +534,9 @@ class RawModel:
         """
         needed = self._names_of(weight)
         is_whole = self._recipe is None or needed <= weight.names
-        keeps = self.is_partial and self._is_kept(weight)
+        # what came and is not here was staged already, and the served elements would replace it
+        is_here = is_whole or weight.came <= weight.names
+        keeps = self.is_partial and self._is_kept(weight) and is_here
         weight.is_filled = keeps and not is_whole
         if not weight.is_written:
             if needed and not keeps:
@@ -522,11 +650,8 @@ class RawModel:
             if memory in self._weights and self._weights[memory].names
         }
 
-    def kept(self, modules: Iterable[str]) -> frozenset[str]:
-        """Return the weights of ``modules`` that finishing has left as loaded, byte for byte.
-
-        Call within ``Taker.take``.
-        """
+    def _kept(self, modules: Iterable[str]) -> frozenset[str]:
+        """Return the weights of ``modules`` that finishing has just left as loaded."""
         return frozenset(
             weight.name
             for module in modules
@@ -546,16 +671,47 @@ class RawModel:
         )
 
     def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what ``post_load_weights`` reads. Raise ``Refused`` if that is not there."""
-        if not self._post_loading:
+        """Note what ``post_load_weights`` reads. Raise ``Refused`` if that is not there.
+
+        Planned weights are not there for any finishing.
+        """
+        if not self._finishing:
             return
         for tensor in tensors:
             weight = self._weights.get(memory_key(tensor))
             if weight is None:
                 continue
+            self._refuse_planned(weight)
+            if not self._post_loading:
+                continue
             if not weight.is_written:
                 self._refuse(weight, self._names_of(weight))
             self.read.add(weight.module)
+
+    def _refuse_planned(self, weight: _RawWeight) -> None:
+        if weight.module in self._planned:
+            raise Refused(
+                f"finishing the update uses {weight.name!r}, and finishing the served weights did "
+                "not: SGLANG_INFLIGHT_STAGING=off writes updates in place"
+            )
+
+
+class _Looks(TorchDispatchMode):
+    """Notes the memory of all tensors that operations take, other than for a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # keys of ``memory_key``
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            for value in (*args, *kwargs.values()):
+                self.memory.update(memory_key(tensor) for tensor in arguments_in(value))
+        return func(*args, **kwargs)
 
 
 class _Reads:
@@ -683,6 +839,10 @@ def _free_bytes(device: torch.device) -> int:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes
+
+
+def _nbytes_and_pinned(tensor: torch.Tensor) -> int:
+    return tensor.nbytes + pinned_bytes(tensor)
 
 
 def _wait_for_the_seal(*args: Any, **kwargs: Any) -> None:

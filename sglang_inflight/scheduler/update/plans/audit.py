@@ -17,6 +17,7 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
+from sglang_inflight.scheduler.update.plans.record import leave_unfinished
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
@@ -151,6 +152,7 @@ class Audit:
     def _build(self) -> Shadow:
         if self._scratch is None:
             self._scratch = Shadow(self._model, ShadowParameters(), _HOST, self._handle_for)
+            leave_unfinished(self._scratch.model)
             self._weights = {name: shadow for name, _, shadow in self._scratch.pairs}
         return self._scratch
 

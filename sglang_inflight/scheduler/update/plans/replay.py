@@ -11,7 +11,7 @@ So a planned tensor costs the interpreter some microseconds, and its model's loa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class Replay:
         self._weights = {place: weights[place] for place in plan.writers}
         self._form = form
         self._rate_limit = rate_limit
-        self._by_memory: dict[int, str] = {}
+        self._by_memory: Mapping[int, Sequence[str]] = {}
         # planned tensors that this update brought
         self._came: set[str] = set()
         # weights that the loader writes in this update
@@ -69,15 +69,21 @@ class Replay:
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._elements = 0
 
-    def begin(self, *, keeps: bool) -> None:
-        """Begin an update. ``keeps``: elements that are not sent keep their value."""
+    def begin(self, *, keeps: bool, by_memory: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Begin an update. ``keeps``: elements that are not sent keep their value.
+
+        ``by_memory``: the weights that go by the loader once it reads or writes a memory
+        (``memory_key``). None: each has its own, its shadow's.
+        """
         self.forget()
         self._came.clear()
         self._loaders.clear()
         self._keeps = keeps
         self.audit.begin()
-        # a commit on a CPU exchanges memory
-        self._by_memory = {memory_key(w.shadow): place for place, w in self._weights.items()}
+        if by_memory is None:
+            # a commit on a CPU exchanges memory
+            by_memory = {memory_key(w.shadow): (place,) for place, w in self._weights.items()}
+        self._by_memory = by_memory
 
     def expect(self, check: Callable[[], None]) -> None:
         """Make the form ready for moves into the planned weights. ``check`` raises to give up."""
@@ -99,6 +105,16 @@ class Replay:
         """Move what waits, and audit. Raise ``Refused`` for a wrong value, ``Differs``."""
         self.flush()
         self.audit.run()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the update brought a planned tensor."""
+        return bool(self._came)
+
+    @property
+    def places(self) -> Iterable[str]:
+        """The planned weights, by name."""
+        return self._weights
 
     def has(self, place: str) -> bool:
         """Return whether the weight ``place`` is written by moves alone in this update."""
@@ -217,14 +233,19 @@ class Replay:
 
     # ---- the model's loader ------------------------------------------------------------------
 
-    def leave(self, memory: int) -> None:
-        """Leave the weight at ``memory`` (``memory_key``) to the loader, before it writes there."""
-        place = self._by_memory.get(memory)
-        if place is None or place in self._loaders:
-            return
+    def leave(self, memory: int) -> dict[str, frozenset[str]]:
+        """Leave the weights behind ``memory`` (``memory_key``) to the loader, before it uses it.
+
+        Return them with the names of the tensors that were moved into each.
+        """
+        places = [p for p in self._by_memory.get(memory, ()) if p not in self._loaders]
+        if not places:
+            return {}
         self.flush()
-        self._loaders.add(place)
-        self._form.leave(self._weights[place], [*self._sent(place)], keeps=self._keeps)
+        self._loaders.update(places)
+        for place in places:
+            self._form.leave(self._weights[place], [*self._sent(place)], keeps=self._keeps)
+        return {place: frozenset(self._plan.writers[place] & self._came) for place in places}
 
     def give_up(self, place: str) -> None:
         """Note that all of the weight ``place`` comes another way."""

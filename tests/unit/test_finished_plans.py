@@ -1,0 +1,641 @@
+"""Weights that finishing leaves alone go by a load plan, and their modules are not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.scheduler.update.finished.places import tensors_of
+from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
+from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.forms import WholeCopies
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans import audit
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind, record
+from sglang_inflight.scheduler.update.plans.remembered import remember
+from sglang_inflight.scheduler.update.rate import UNPACED
+from sglang_inflight.scheduler.update.swap import swap_for
+from sglang_inflight.scheduler.update.weight import Weight
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
+from tests.support.rank import CPU, Rank, Tensors
+from tests.unit.finishing import Finish, Finishing
+
+MODES = pytest.mark.parametrize(
+    "mode", [StagingMode.DEVICE, StagingMode.CHANGES], ids=lambda mode: mode.name.lower()
+)
+KEPT = {"norm.weight", "fused.weight", "fused.bias"}
+
+
+# names that loaders were given, of the open update and those before it
+asked: list[str] = []
+
+
+def leaves_alone(layer: Any) -> None:
+    """Give the parameter another object for the same memory, as FP8's do."""
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def quantize(layer: Any) -> None:
+    layer.scale = layer.weight.data.abs().amax(dim=1)
+    layer.weight = nn.Parameter((layer.weight.data / layer.scale[:, None]).t().contiguous(), False)
+
+
+class Layer(nn.Module):
+    def __init__(self, finish: Finish | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3), requires_grad=False)
+        if finish is not None:
+            self.quant_method = Finishing(finish)
+
+
+class Model(nn.Module):
+    """``norm`` has no method, ``fused`` has one, and ``packed`` is quantized."""
+
+    def __init__(self, finish: Finish = leaves_alone) -> None:
+        super().__init__()
+        self.norm, self.fused, self.packed = Layer(None), Layer(finish), Layer(quantize)
+        self.fused.bias = nn.Parameter(torch.empty(4), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights:
+            asked.append(name)
+            if name in ("fused.upper", "fused.lower"):
+                half = slice(0, 2) if name == "fused.upper" else slice(2, 4)
+                parameters["fused.weight"].data[half].copy_(tensor)
+            else:
+                renamed = name.replace("again", "weight")
+                default_weight_loader(parameters[renamed], tensor)
+
+
+def checkpoint(version: int) -> Tensors:
+    generator = torch.Generator().manual_seed(version)
+    shapes = {
+        "norm.weight": (4, 3),
+        "fused.upper": (2, 3),
+        "fused.lower": (2, 3),
+        "fused.bias": (4,),
+        "packed.weight": (4, 3),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+KINDS = {name: Kind(tuple(t.shape), t.dtype) for name, t in checkpoint(0).items()}
+
+
+def some(version: int, *names: str) -> Tensors:
+    return {name: checkpoint(version)[name] for name in names}
+
+
+def serve(model: Any, tensors: Tensors) -> Any:
+    """Load and finish ``model`` as SGLang does."""
+    model.load_weights(tensors.items())
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+    for layer in model.modules():
+        if hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)
+    return model
+
+
+def found(pristine: nn.Module, live: nn.Module, tensors: Tensors) -> Recipe:
+    loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
+    return find_recipe(pristine, live, CPU, tensors.items(), UNPACED, 1 << 30, loaded)
+
+
+class Served:
+    """A rank that serves version 0 of a model that is finished after loading."""
+
+    def __init__(self, mode: StagingMode, kind: Any = Model, **how: Any) -> None:
+        tensors = checkpoint(0)
+        self.kind, self.how = kind, how
+        self.live = serve(kind(**how), tensors)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.rank = Rank(mode, self.live, checkpoint_shapes=shapes)
+        self.rank.finish_after_loading(kind(**how), found(kind(**how), self.live, tensors))
+        asked.clear()
+
+    @property
+    def planned(self) -> set[str]:
+        plan = self.rank.shadowed._plan
+        assert plan is not None
+        return {*plan.writers}
+
+    def serves(self, *sent: Tensors) -> bool:
+        """Whether a fresh load of version 0, and then of what was sent, serves the same bytes."""
+        tensors = checkpoint(0)
+        for one in sent:
+            tensors |= one
+        expected = tensors_of(serve(self.kind(**self.how), tensors))
+        served = tensors_of(self.live)
+        return served.keys() == expected.keys() and all(
+            torch.equal(served[at].view(torch.uint8), expected[at].view(torch.uint8))
+            for at in served
+        )
+
+
+@pytest.fixture(autouse=True)
+def by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "plans", True)
+
+
+@pytest.fixture
+def unaudited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no update audit its plan, which asks the loader, too."""
+    monkeypatch.setattr(audit, "_MOST_TENSORS", 0)
+
+
+# ---- updates ---------------------------------------------------------------------------
+
+
+@MODES
+@pytest.mark.usefixtures("unaudited")
+def test_whole_update_asks_the_loader_for_what_is_finished_alone(mode: StagingMode) -> None:
+    served = Served(mode)
+    assert served.planned == KEPT
+    for version in (1, 2):
+        served.rank.update(checkpoint(version))
+        assert asked == ["packed.weight"]
+        assert served.serves(checkpoint(version))
+        asked.clear()
+    served.rank.roll_back()
+    assert served.serves(checkpoint(1))
+
+
+@MODES
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["norm.weight"],
+        ["fused.lower"],
+        ["fused.bias"],
+        ["packed.weight"],
+        ["fused.upper", "packed.weight"],
+    ],
+)
+def test_partial_update_leaves_the_rest_as_it_is_served(
+    mode: StagingMode, names: list[str]
+) -> None:
+    served = Served(mode)
+    for version in (1, 2):
+        served.rank.update(some(version, *names), partial=True)
+        assert served.serves(some(version, *names))
+
+
+@MODES
+def test_update_in_several_calls_brings_the_same(mode: StagingMode) -> None:
+    served = Served(mode)
+    served.rank.update(*({name: tensor} for name, tensor in checkpoint(1).items()))
+    assert served.serves(checkpoint(1))
+
+
+def test_planned_weight_without_a_tensor_is_no_part_of_the_commit() -> None:
+    """It would cost a copy of the served one at each update."""
+    served = Served(StagingMode.DEVICE)
+    rank, update = served.rank, served.rank.begin(partial=True)
+    rank.send(update, [some(1, "fused.bias")])
+    assert update.sealed is not None
+    exchanged = {id(live) for live, _ in update.sealed.swap.pairs}
+    assert id(served.live.fused.bias) in exchanged
+    assert not {id(served.live.norm.weight), id(served.live.fused.weight)} & exchanged
+
+
+@MODES
+@pytest.mark.parametrize("missing", sorted(checkpoint(0)))
+def test_whole_update_without_a_tensor_is_refused(mode: StagingMode, missing: str) -> None:
+    served = Served(mode)
+    sent = {name: tensor for name, tensor in checkpoint(1).items() if name != missing}
+    with pytest.raises(Refused, match=rf"not complete.*not sent: {missing}\b"):
+        served.rank.update(sent)
+    assert served.serves()
+    served.rank.update(checkpoint(2))
+    assert served.serves(checkpoint(2))
+
+
+@MODES
+def test_whole_update_of_planned_tensors_alone_is_refused(mode: StagingMode) -> None:
+    """The loader gets no tensor, and what is finished is missing."""
+    served = Served(mode)
+    sent = some(1, "norm.weight", "fused.upper", "fused.lower", "fused.bias")
+    with pytest.raises(Refused, match=r"not sent: packed\.weight"):
+        served.rank.update(sent)
+
+
+@MODES
+def test_weights_as_another_server_serves_them_replace_planned_ones(mode: StagingMode) -> None:
+    served = Served(mode)
+    other = serve(Model(), checkpoint(1))
+    rank, update = served.rank, served.rank.begin()
+    rank.prepare(update)
+    others = {str(place): tensor for place, tensor in tensors_of(other).items()}
+    for name, live, staged in rank.shadowed.shadow.pairs:
+        rank.shadowed.take_saved(Weight(name, live, staged), others[name])
+    update.tensors = 1
+    rank.seal(update)
+    assert update.sealed is not None
+    update.sealed.swap.make()
+    assert served.serves(checkpoint(1))
+
+
+class FailingAtTheEnd(Model):
+    """Calls its finishing from the loader, which needs weights that an audit has not."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        if not bool(self.packed.weight.isfinite().all()) or not self.packed.weight.any():
+            raise ValueError("packed.weight is missing")
+
+
+def test_update_audits_its_plan_without_finishing() -> None:
+    served = Served(StagingMode.DEVICE, FailingAtTheEnd)
+    audited: list[tuple[int, int]] = []
+    served.rank.shadowed.on_audit = lambda *counts: audited.append(counts)
+    served.rank.update(checkpoint(1))
+    assert audited == [(4, 0)]
+    assert served.serves(checkpoint(1))
+
+
+def test_module_of_a_weight_that_an_audit_finds_different_goes_by_the_loader() -> None:
+    served = Served(StagingMode.DEVICE)
+    served.rank.shadowed._leave_to_loader(audit.Differs("", ["fused.bias"]))
+    assert served.planned == {"norm.weight"}
+    served.rank.update(checkpoint(1))
+    assert served.serves(checkpoint(1))
+
+
+# ---- tensors outside of the plan -------------------------------------------------------
+
+
+WHOLE = torch.full((4, 3), 7.0)
+
+
+@MODES
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.usefixtures("unaudited")
+def test_module_goes_by_the_loader_after_a_tensor_that_is_in_no_plan(
+    mode: StagingMode, is_partial: bool
+) -> None:
+    served = Served(mode)
+    sent = {"fused.weight": WHOLE, **checkpoint(1)}
+    served.rank.update(sent, partial=is_partial)
+    assert asked == [name for name in sent if name != "norm.weight"]
+    assert served.serves(checkpoint(1))
+
+
+@MODES
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize("in_one_call", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        (some(1, "fused.upper", "fused.lower"), some(2, "fused.upper"), r"fused\.lower"),
+        (some(1, "fused.bias"), {"fused.weight": WHOLE}, r"fused\.bias"),
+    ],
+)
+def test_module_whose_part_was_moved_is_refused_to_the_loader(
+    mode: StagingMode,
+    is_partial: bool,
+    in_one_call: bool,
+    before: Tensors,
+    after: Tensors,
+    lost: str,
+) -> None:
+    """Finishing takes whole modules, and what was moved is staged already."""
+    served = Served(mode)
+    calls = [before, after]
+    if in_one_call and not before.keys() & after.keys():
+        calls = [{**before, **after}]
+    if not is_partial:
+        calls.insert(0, some(1, "norm.weight", "packed.weight"))
+    with pytest.raises(Refused, match=rf"'fused' after loading.*send together.*{lost}"):
+        served.rank.update(*calls, partial=is_partial)
+    assert served.serves()
+
+
+@MODES
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_tensors_sent_twice_count_as_sent_last(mode: StagingMode, is_partial: bool) -> None:
+    served = Served(mode)
+    served.rank.update(checkpoint(1), checkpoint(2), partial=is_partial)
+    assert served.serves(checkpoint(2))
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@MODES
+def test_half_sent_again_does_not_bring_back_the_served_other_half(
+    mode: StagingMode, plans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rank, "plans", plans)
+    served = Served(mode)
+    whole = some(1, "fused.upper", "fused.lower", "fused.bias")
+    with pytest.raises(Refused, match=r"send together.*fused\.lower"):
+        served.rank.update(whole, some(2, "fused.upper"), partial=True)
+
+
+# ---- what is planned -------------------------------------------------------------------
+
+
+def transposes_weight(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+
+def sets_a_number(layer: Any) -> None:
+    layer.factor = 2.0
+
+
+def sets_a_number_of_its_method(layer: Any) -> None:
+    layer.quant_method.factor = 2.0
+
+
+def adds_a_tensor(layer: Any) -> None:
+    layer.table = torch.ones(3)
+
+
+def adds_a_view(layer: Any) -> None:
+    layer.upper = layer.weight.data[:2]
+
+
+def halves_large_values(layer: Any) -> None:
+    if float(layer.weight.data.max()) > 100:
+        layer.weight.data.div_(2)
+
+
+def halves_one_value(layer: Any) -> None:
+    """Look for a value that hardly comes by chance."""
+    if float(layer.weight.data.max()) == 100:
+        layer.weight.data.div_(2)
+
+
+def halves_large_values_unseen(layer: Any) -> None:
+    values = layer.weight.data.numpy()
+    if values.max() > 100:
+        values /= 2
+
+
+def refuses_large_values_unseen(layer: Any) -> None:
+    if layer.weight.data.numpy().max() > 100:
+        raise ValueError("no kernel for large values")
+
+
+def flags_large_values_unseen(layer: Any) -> None:
+    if layer.weight.data.numpy().max() > 100:
+        layer.is_large = True
+
+
+def deletes_the_bias(layer: Any) -> None:
+    del layer.bias
+
+
+@MODES
+@pytest.mark.parametrize(
+    "finish",
+    [
+        transposes_weight,
+        sets_a_number,
+        sets_a_number_of_its_method,
+        adds_a_tensor,
+        adds_a_view,
+        halves_large_values,
+        halves_one_value,
+        halves_large_values_unseen,
+        refuses_large_values_unseen,
+        flags_large_values_unseen,
+        deletes_the_bias,
+    ],
+)
+def test_module_in_which_finishing_has_a_part_is_not_planned(
+    mode: StagingMode, finish: Finish
+) -> None:
+    served = Served(mode, finish=finish)
+    assert served.planned == {"norm.weight"}
+    served.rank.update(checkpoint(1))
+    assert served.serves(checkpoint(1))
+
+
+class Computing(Model):
+    """Makes a product of a weight after loading, as MLA does."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.product = self.norm.weight.data * 3
+        self.largest = float(self.norm.weight.data.max())
+
+
+@MODES
+def test_weight_that_post_load_reads_is_not_planned(mode: StagingMode) -> None:
+    served = Served(mode, Computing)
+    assert served.planned == KEPT - {"norm.weight"}
+    served.rank.update(checkpoint(1))
+    assert served.serves(checkpoint(1))
+
+
+class Tied(Model):
+    """Two modules have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Layer(None)
+        self.head.weight = self.norm.weight
+
+
+@MODES
+def test_weight_of_two_modules_is_not_planned(mode: StagingMode) -> None:
+    assert Served(mode, Tied).planned == KEPT - {"norm.weight"}
+
+
+class Peeping(Model):
+    """Finishes a module by another one's weight, if its own is large."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+
+        def finish(layer: Any) -> None:
+            if float(layer.weight.data.max()) > 100:
+                if writes:
+                    layer.others[0].weight.data.zero_()
+                else:
+                    layer.weight.data.copy_(layer.others[0].weight.data)
+            quantize(layer)
+
+        packed: Any = self.packed
+        packed.quant_method, packed.others = Finishing(finish), [self.norm]
+
+
+@MODES
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        # finished when it has come, and at the seal
+        ("packed.weight", r"'norm' after loading.*send together norm\.weight"),
+        ("packed.again", r"finishing the update uses 'norm\.weight'"),
+    ],
+)
+def test_planned_weight_that_another_finishing_uses_is_refused(
+    mode: StagingMode, writes: bool, is_partial: bool, name: str, why: str
+) -> None:
+    """It holds nothing where finishing looks for it."""
+    served = Served(mode, Peeping, writes=writes)
+    assert served.planned == KEPT
+    sent = checkpoint(1)
+    del sent["packed.weight"]
+    with pytest.raises(Refused, match=why):
+        served.rank.update(sent | {name: torch.full((4, 3), 200.0)}, partial=is_partial)
+    assert served.serves()
+
+
+class PeepingAtTheEnd(Model):
+    """Computes with one weight after loading, if another one is large."""
+
+    def post_load_weights(self) -> None:
+        self.largest = float(self.packed.weight.data.max())
+        if self.largest > 100:
+            self.largest += float(self.norm.weight.data.max())
+
+
+@MODES
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_planned_weight_that_post_load_uses_is_refused(mode: StagingMode, is_partial: bool) -> None:
+    """Neither what holds nothing nor what is served is what the update brings."""
+    served = Served(mode, PeepingAtTheEnd)
+    assert served.planned == KEPT
+    sent = checkpoint(1) | {"packed.weight": torch.full((4, 3), 200.0)}
+    with pytest.raises(Refused, match=r"finishing the update uses 'norm\.weight'"):
+        served.rank.update(sent, partial=is_partial)
+    assert served.serves()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
+)
+def test_other_content_for_the_proof_is_large_and_small_and_no_nan(dtype: torch.dtype) -> None:
+    served = Served(StagingMode.DEVICE)
+    served.rank.update(checkpoint(1))
+    raw: Any = served.rank.shadowed.shadow
+    altered = raw._raw._altered(torch.ones(4, 1 << 10).t().to(dtype)).float()
+    assert altered.isfinite().all()
+    assert altered.max() > 100
+    assert altered.abs().min() < 1
+
+
+def test_weight_that_another_model_owns_is_not_written() -> None:
+    served = Served(StagingMode.DEVICE)
+    shadowed = served.rank.shadowed
+    form = WholeCopies(StagingMode.DEVICE, swap_for(CPU), UNPACED)
+    shadowed.build_shadow(StagingMode.DEVICE, CPU, [served.live.norm], form, UNPACED)
+    shadowed.begin(is_partial=True)
+    assert {name for name in KEPT if shadowed.is_planned(name)} == KEPT - {"norm.weight"}
+
+
+def plan_of(live: nn.Module) -> Plan:
+    weights = {name: t for name, t in live.named_parameters() if name in KEPT}
+    return Plan.of(record(Model(), KINDS), KINDS, weights)
+
+
+def test_module_that_is_planned_in_part_goes_by_the_loader() -> None:
+    live = serve(Model(), checkpoint(0))
+    recipe = found(Model(), live, checkpoint(0))
+    weights = plannable(live, recipe)
+    assert weights.keys() == KEPT
+    plan = plan_of(live)
+    plan.drop("fused.bias", "the served weight has another content than its moves give")
+    leave_torn(plan, recipe, weights)
+    assert plan.writers.keys() == {"norm.weight"}
+    assert plan.by_loader["fused.upper"] == "'fused' is finished as a whole"
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        {"norm.weight": {"norm.gain"}},
+        {"norm.weight": {"norm.weight", "norm.gain"}},
+        {"packed.weight": {"packed.weight", "norm.weight"}},
+    ],
+)
+def test_tensor_that_loading_puts_elsewhere_goes_by_the_loader(
+    made_of: dict[str, set[str]],
+) -> None:
+    """Loading from disk may rename tensors, and the plan is of the names in a checkpoint."""
+    live = serve(Model(), checkpoint(0))
+    recipe = found(Model(), live, checkpoint(0))
+    recipe.names.update({place: frozenset(names) for place, names in made_of.items()})
+    plan = plan_of(live)
+    leave_torn(plan, recipe, plannable(live, recipe))
+    assert plan.writers.keys() == KEPT - {"norm.weight"}
+    assert "norm.weight" in plan.by_loader
+
+
+# ---- the search ------------------------------------------------------------------------
+
+
+class Searching(Served):
+    """A rank that has no plan yet, and reads ``start`` for the proof."""
+
+    def __init__(self, start: Tensors) -> None:
+        super().__init__(StagingMode.CHANGES)
+        shadowed: Any = self.rank.shadowed
+        shadowed._plan = None
+        shadowed._kinds = KINDS
+        shadowed._name_recipe = lambda pristine, layout: "name"
+        shadowed._read_start_checkpoint = lambda check, rate_limit: self._read(start)
+        self.reads = 0
+
+    def _read(self, start: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+        self.reads += 1
+        return iter(start.items())
+
+    def search(self) -> None:
+        self.rank.shadowed.find_plan(CPU, lambda: None, UNPACED, {})
+        asked.clear()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("cache", "unaudited")
+def test_plan_is_found_with_the_served_checkpoint_and_remembered() -> None:
+    reads = 0
+    for _ in range(2):
+        served = Searching(checkpoint(0))
+        served.search()
+        served.rank.update(checkpoint(1))
+        assert asked == ["packed.weight"]
+        assert served.serves(checkpoint(1))
+        reads += served.reads
+    assert reads == 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_weight_that_its_moves_do_not_make_leaves_its_module_to_the_loader() -> None:
+    served = Searching(checkpoint(0) | some(1, "fused.bias"))
+    served.search()
+    assert served.planned == {"norm.weight"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_remembered_plan_of_a_part_of_a_module_leaves_it_to_the_loader() -> None:
+    served = Searching(checkpoint(0))
+    plan = plan_of(served.live)
+    plan.drop("fused.bias", "")
+    remember("name", plan)
+    served.search()
+    assert served.planned == {"norm.weight"}
+    assert not served.reads
