@@ -88,7 +88,7 @@ PLAN = (
     ),
     Planned("update_gap", "--size 500m --rounds 1 --updates 1", None, 3600, label="500m"),
     Planned("update_gap", "--size 1.5b --rounds 1 --updates 1", None, 3600, label="1.5b"),
-    Planned("small_tensors", "--rounds 1", "--tensors 1000 --streams 8", 1800),
+    Planned("small_tensors", "--rounds 1", "--size experts-1k --streams 8", 1800),
     Planned(
         "commit_size",
         "--sizes 135m,500m,1.5b --rounds 1 --updates 3",

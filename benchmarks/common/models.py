@@ -1,4 +1,4 @@
-"""The served models: Llamas of several sizes with random weights, and SmolLM2.
+"""The served models: Llamas and mixtures of several sizes with random weights, and SmolLM2.
 
 Measurements depend on a model's shape, not on its weights.
 """
@@ -32,6 +32,8 @@ class Shape:
     kv_heads: int
     vocab: int = 49152
     head_dim: int = 64
+    # in each layer, of ``ffn`` each; 0 for a model without them
+    experts: int = 0
 
 
 SHAPES = {
@@ -42,6 +44,10 @@ SHAPES = {
     "135m": Shape(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3),
     # nearly that size
     "135m-even": Shape(hidden=576, ffn=1536, layers=30, heads=8, kv_heads=4),
+    # mixtures with as many tensors as their names say, most of them of 4 KiB and less
+    "experts-1k": Shape(64, 32, layers=5, heads=2, kv_heads=1, vocab=1024, experts=64),
+    "experts-20k": Shape(64, 32, layers=52, heads=2, kv_heads=1, vocab=1024, experts=128),
+    "experts-140k": Shape(64, 16, layers=120, heads=2, kv_heads=1, vocab=1024, experts=384),
     "500m": Shape(hidden=1280, ffn=3456, layers=25, heads=20, kv_heads=5),
     "1.5b": Shape(hidden=2048, ffn=5632, layers=32, heads=32, kv_heads=4),
 }
@@ -109,13 +115,30 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.self_attn.v_proj.weight", normal(kv, shape.hidden)
         yield f"{prefix}.self_attn.o_proj.weight", normal(shape.hidden, q)
         yield f"{prefix}.post_attention_layernorm.weight", ones()
-        yield f"{prefix}.mlp.gate_proj.weight", normal(shape.ffn, shape.hidden)
-        yield f"{prefix}.mlp.up_proj.weight", normal(shape.ffn, shape.hidden)
-        yield f"{prefix}.mlp.down_proj.weight", normal(shape.hidden, shape.ffn)
+        mlps = [f"{prefix}.mlp"]
+        if shape.experts:
+            mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(shape.experts)]
+            yield f"{prefix}.mlp.gate.weight", normal(shape.experts, shape.hidden)
+            for norm in ("q_norm", "k_norm"):
+                yield f"{prefix}.self_attn.{norm}.weight", ones()[: shape.head_dim]
+        for mlp in mlps:
+            yield f"{mlp}.gate_proj.weight", normal(shape.ffn, shape.hidden)
+            yield f"{mlp}.up_proj.weight", normal(shape.ffn, shape.hidden)
+            yield f"{mlp}.down_proj.weight", normal(shape.hidden, shape.ffn)
     yield "model.norm.weight", ones()
 
 
 def _config(shape: Shape) -> dict[str, object]:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": shape.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": shape.ffn,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -136,6 +159,7 @@ def _config(shape: Shape) -> dict[str, object]:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **(experts if shape.experts else {}),
     }
 
 

@@ -37,14 +37,13 @@ from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
-# many small tensors, with the checkpoint's names of small tensors in turn
+# ways of tensors that are sent one by one
 Small = Literal["value", "broadcast"]
 # phases of an update: before the first byte, amid the bytes, before the commit, after its answer
 Phase = Literal["begun", "sending", "staged", "committed"]
 
 GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
-SMALL_BYTES = 4 << 10
 JOIN_S = 120.0
 SMALL_POLL_S = 0.0001
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
@@ -115,13 +114,13 @@ class Trainer:
         """
         return self._order("patch", served, checkpoint)
 
-    def send_small(self, transport: Small, count: int) -> Update:
-        """Send ``count`` tensors of at most ``SMALL_BYTES`` each, and wait until they are live.
+    def send_small(self, transport: Small) -> Update:
+        """Send the checkpoint tensor by tensor, and wait until it is live.
 
         ``value`` pickles tensors one by one into one payload; ``broadcast`` sends one broadcast per
         tensor, for a single call.
         """
-        return self._order("send_small", transport, count)
+        return self._order("send_small", transport)
 
     def send_by_value(self, nbytes: int) -> Update:
         """Send tensors of ``nbytes`` in all, pickled into one body, and wait until they are live.
@@ -230,11 +229,10 @@ class _Sender:
         receipt = self._post("/update_weights_from_tensor", {**body, **self._label(), **self._how})
         return Update(sent, sent, time.perf_counter(), receipt)
 
-    def send_small(self, transport: Small, count: int) -> Update:
+    def send_small(self, transport: Small) -> Update:
         self._count += 1
-        small = [(n, t) for n, t in self._load() if t.nbytes <= SMALL_BYTES]
-        pairs = [small[i % len(small)] for i in range(count)]
-        body = {**self._label(), **self._how, "partial": True}
+        pairs = self._load()
+        body = {**self._label(), **self._how}
         if transport == "value":
             # each tensor with memory of its own, like a trainer's
             content = pickle.dumps([(name, tensor.clone()) for name, tensor in pairs])

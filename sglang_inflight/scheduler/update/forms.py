@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces, paced
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
@@ -163,7 +163,7 @@ class WholeCopies:
 
     def move(self, moved: Sequence[Moved]) -> None:
         to, of = [], []
-        for each in moved:
+        for each in paced(moved):
             self._touch(each.weight)
             view = each.box.view(each.weight.shadow.data)
             if self._rate_limit.is_one_piece(2 * view.nbytes):

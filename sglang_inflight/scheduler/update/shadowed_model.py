@@ -68,7 +68,7 @@ from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
 from sglang_inflight.scheduler.update.plans.replay import Missing, Replay
-from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, use_one_core
+from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, paced, use_one_core
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,
     ShadowParameters,
@@ -866,7 +866,7 @@ class ShadowedModel:
 
     def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
         """Move the planned ones of ``weights``, and yield the others."""
-        for name, tensor in weights:
+        for name, tensor in paced(weights):
             if (
                 isinstance(name, str)
                 and isinstance(tensor, torch.Tensor)

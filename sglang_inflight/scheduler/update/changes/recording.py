@@ -57,7 +57,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
 )
 from sglang_inflight.scheduler.update.plans.compare import Copy, compare
 from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
+from sglang_inflight.scheduler.update.rate import RateLimit, paced, yield_gil
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key, span_of
 from sglang_inflight.vocabulary.answers import StagedChanges
@@ -194,7 +194,7 @@ class Recording:
         """Yield copies to the served weights, at most ``PIECE`` elements at a time."""
         batch: list[Copy] = []
         elements = 0
-        for weight, box, of in moved:
+        for weight, box, of in paced(moved):
             for to, piece in _pieces(box.view(weight.live.data), of):
                 if elements + to.numel() > PIECE:
                     yield batch

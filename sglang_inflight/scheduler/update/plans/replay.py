@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.update.plans.audit import Audit
 from sglang_inflight.scheduler.update.plans.moves import Box, can_locate, locate
 from sglang_inflight.scheduler.update.plans.plan import Plan, cast
 from sglang_inflight.scheduler.update.plans.recorder import Planned
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.sparse import Sparse
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
@@ -186,7 +186,7 @@ class Replay:
 
     def _moved(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Moved]:
         moves, weights = self._plan.moves, self._weights
-        for name, tensor in batch:
+        for name, tensor in paced(batch):
             for place, move, through in moves[name]:
                 of = cast(tensor, through) if through else tensor
                 if move.of_strides != (1,) or move.sizes != tensor.shape:
