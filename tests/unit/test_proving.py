@@ -15,10 +15,13 @@ from torch import nn
 
 from sglang_inflight.frontend.updates import two_phase
 from sglang_inflight.messages import DiskSource, Failed, OpenCall
+from sglang_inflight.scheduler.update import shadowed_model
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.update import Update
@@ -279,3 +282,96 @@ def test_front_end_lets_all_ranks_prove_again_in_the_same_update(
         return [call.proves_again for call in opens]
 
     assert run(play()) == [True, False, False, True, False]
+
+
+# ---- searches for a load plan ------------------------------------------------------------
+
+
+class PlanSearch:
+    """A search for a plan that compares when it is told to, and then asks whether it is wanted."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.may_end = threading.Event()
+        self.outcomes: list[str] = []
+
+    def __call__(self, model: Any, weights: Any, kinds: Any, *rest: Any, **restrict: Any) -> Plan:
+        _, read_served, check, _ = rest
+        self.begun += 1
+        read_served()
+        self.may_end.wait()
+        try:
+            check()
+        except Dropped:
+            self.outcomes.append("stopped")
+            raise
+        self.outcomes.append("found")
+        return Plan(kinds, {}, {}, {})
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> tuple[PlanSearch, ShadowedModel]:
+    search = PlanSearch()
+    monkeypatch.setattr(shadowed_model, "find_plan", search)
+    rank = Rank(StagingMode.DEVICE, Layer(double), checkpoint_shapes={"weight": (2, 2)})
+    rank.shadowed._kinds = {"weight": Kind((2, 2), torch.float32)}
+    monkeypatch.setattr(rank.shadowed, "_name_recipe", lambda model, layout: None)
+    return search, rank.shadowed
+
+
+def give_up() -> None:
+    raise Dropped("the update's time is over")
+
+
+def find(model: ShadowedModel, check: Callable[[], None] = lambda: None) -> None:
+    model.find_plan(CPU, check, UNPACED, {})
+
+
+def test_search_for_a_plan_goes_on_past_its_update(
+    searched: tuple[PlanSearch, ShadowedModel],
+) -> None:
+    search, model = searched
+    with pytest.raises(Dropped, match="goes on: send the update again"):
+        find(model, give_up)
+    search.may_end.set()
+    find(model)
+    assert (search.begun, search.outcomes) == (1, ["found"])
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_search_that_outlives_a_commit_finds_nothing(
+    searched: tuple[PlanSearch, ShadowedModel], *, rolls_back: bool
+) -> None:
+    """It would compare a checkpoint with weights that are another's."""
+    search, model = searched
+    with pytest.raises(Dropped):
+        find(model, give_up)
+    old = model._finding
+    assert old is not None
+    model.note_commit(rolls_back=rolls_back)
+    search.may_end.set()
+    with pytest.raises(Dropped):
+        old.result(lambda: None)
+    assert search.outcomes == ["stopped"]
+    find(model)
+    # after a rollback nothing is served that is on disk
+    assert search.outcomes == (["stopped"] if rolls_back else ["stopped", "found"])
+    assert (model._plan is None) is rolls_back
+
+
+def test_plan_is_looked_for_again_once_a_checkpoint_is_served(
+    searched: tuple[PlanSearch, ShadowedModel],
+) -> None:
+    search, model = searched
+    search.may_end.set()
+    model.note_commit(rolls_back=True)
+    for _ in range(2):
+        find(model)
+    assert search.begun == 1
+    assert model.ways is not None
+    (why,) = model.ways.why
+    assert "updates have written it" in why
+    model._writes_checkpoint = True
+    model.note_commit(rolls_back=False)
+    find(model)
+    assert search.outcomes == ["found"]

@@ -272,8 +272,8 @@ class ShadowedModel:
         pristine, recipe = self._pristine, self._recipe
 
         def find(require_wanted: Callable[[], None]) -> Plan:
-            paced = rate_limit.for_another_thread()
-            paced.limit_this_thread()
+            pace = rate_limit.for_another_thread()
+            pace.limit_this_thread()
             if rate_limit is not UNPACED and device.type == "cpu":
                 use_one_core()
             model = self.runner.model
@@ -282,7 +282,7 @@ class ShadowedModel:
             def read_served() -> Weights:
                 if self._is_written_otherwise:
                     raise NotNow(_WRITTEN_OTHERWISE)
-                return self._read_start_checkpoint(require_wanted, paced)
+                return self._read_start_checkpoint(require_wanted, pace)
 
             if pristine is None:
                 weights, restrict = dict(weights_of(model)), _do_nothing_with
@@ -297,7 +297,7 @@ class ShadowedModel:
                 name,
                 read_served,
                 require_wanted,
-                paced,
+                pace,
                 restrict=restrict,
             )
 
@@ -330,8 +330,12 @@ class ShadowedModel:
     def note_commit(self, *, rolls_back: bool) -> None:
         """Note that other weights are served. The scheduler's thread calls it.
 
-        ``rolls_back``: those before the last update's.
+        ``rolls_back``: those before the last update's. No job runs meanwhile. A search may outlive
+        its update, and must not compare a checkpoint with what is served from now on.
         """
+        if self._finding is not None:
+            self._finding.give_up()
+            self._finding = None
         if rolls_back:
             self._is_written_otherwise = True
         elif self._writes_checkpoint is not None:

@@ -41,6 +41,10 @@ class Proving(Generic[T]):
         result: T = self._thread.end()
         return result
 
+    def give_up(self) -> None:
+        """Let the search find nothing: what it compares with is served no more. Any thread."""
+        self._is_stopped = True
+
     def stop(self) -> None:
         """Return when the search reads nothing any more."""
         self._is_stopped = True

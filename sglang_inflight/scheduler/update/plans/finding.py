@@ -39,6 +39,8 @@ def find_plan(
     served = read_served()
     plan = Plan.of(record(model, kinds), kinds, weights)
     plan.prove(served, weights, check, rate_limit)
+    # other weights may be served by now
+    check()
     restrict(plan)
     if name is not None:
         remember(name, plan)
