@@ -593,7 +593,7 @@ class Searching(Served):
         shadowed._plan = None
         shadowed._kinds = KINDS
         shadowed._name_recipe = lambda pristine, layout: "name"
-        shadowed._read_start_checkpoint = lambda check, rate_limit: self._read(start)
+        shadowed._read_start_checkpoint = lambda check, rate_limit, wants: self._read(start)
         self.reads = 0
 
     def _read(self, start: Tensors) -> Iterable[tuple[str, torch.Tensor]]:

@@ -296,9 +296,9 @@ class PlanSearch:
         self.outcomes: list[str] = []
 
     def __call__(self, model: Any, weights: Any, kinds: Any, *rest: Any, **restrict: Any) -> Plan:
-        _, read_served, check, _ = rest
+        _, require_checkpoint, _, check, _ = rest
         self.begun += 1
-        read_served()
+        require_checkpoint()
         self.may_end.wait()
         try:
             check()

@@ -62,6 +62,15 @@ def test_every_dtype_is_read_like_the_library(tmp_path: Path) -> None:
             )
 
 
+def test_batches_have_neighbours_among_the_wanted_tensors(tmp_path: Path) -> None:
+    header = {name: entry(at, at + 1) for at, name in enumerate("abcdef")}
+    path = write(tmp_path / "x", header, b"012345")
+    with closing(SafetensorsFile(str(path), "x")) as file:
+        wanted = [[p.name for p in b] for b in file.batches(2, lambda name: name not in "ce")]
+        assert wanted == [["a", "b"], ["d"], ["f"]]
+        assert [len(batch) for batch in file.batches(4)] == [4, 2]
+
+
 def test_unaligned_tensor_is_read(tmp_path: Path) -> None:
     value = torch.randn(5)
     header = {"a": entry(0, 1), "b": entry(1, 21, [5], "F32")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -279,10 +279,13 @@ class ShadowedModel:
             model = self.runner.model
             name = self._name_recipe(pristine or model, layout)
 
-            def read_served() -> Weights:
+            def read_served(needed: Container[str]) -> Weights:
+                wants = needed.__contains__
+                return self._read_start_checkpoint(require_wanted, pace, wants)
+
+            def require_checkpoint() -> None:
                 if self._is_written_otherwise:
                     raise NotNow(_WRITTEN_OTHERWISE)
-                return self._read_start_checkpoint(require_wanted, pace)
 
             if pristine is None:
                 weights, restrict = dict(weights_of(model)), _do_nothing_with
@@ -295,6 +298,7 @@ class ShadowedModel:
                 weights,
                 self._kinds,
                 name,
+                require_checkpoint,
                 read_served,
                 require_wanted,
                 pace,
@@ -317,7 +321,12 @@ class ShadowedModel:
             self.ways = Plan(self._kinds, {}, dict.fromkeys(self._kinds, why), {}).ways(
                 finishes=self.finishes
             )
-            logger.warning("All tensors of the %s model go by its loader: %s", self.role, why)
+            logger.warning(
+                "All tensors of the %s model go by its loader: %s",
+                self.role,
+                why,
+                exc_info=not isinstance(error, Refused),
+            )
         self._finding = None
 
     def stop_proving(self) -> None:
@@ -394,7 +403,10 @@ class ShadowedModel:
         return Proof(state="due" if self._recipe is None else "done")
 
     def _read_start_checkpoint(
-        self, check: Callable[[], None], rate_limit: RateLimit
+        self,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+        wants: Callable[[str], bool] | None = None,
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         yield from read_disk(
             DiskSource(model_path=self.runner.model_config.model_path),
@@ -402,6 +414,7 @@ class ShadowedModel:
             refuse_another=functools.partial(self.refuse_another, warn=logger.warning),
             check=check,
             rate_limit=rate_limit,
+            wants=wants,
         )
 
     def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:

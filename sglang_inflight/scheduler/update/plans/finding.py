@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ def find_plan(
     weights: Mapping[str, torch.Tensor],
     kinds: Mapping[str, Kind],
     name: str | None,
-    read_served: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    require_checkpoint: Callable[[], None],
+    read_served: Callable[[Container[str]], Iterable[tuple[str, torch.Tensor]]],
     check: Callable[[], None],
     rate_limit: RateLimit,
     *,
@@ -27,18 +28,20 @@ def find_plan(
     """Return the plan of ``model``, in the layout of its checkpoint, which is only read.
 
     ``weights``: those that moves may write, as they are served, by name. ``restrict`` drops what
-    else is left to the loader. ``kinds``: of the served checkpoint's tensors, which ``read_served``
-    yields. ``name``: that of the plan in the cache, None to keep none. ``check`` raises to give up.
-    Raises what ``read_served`` raises.
+    else is left to the loader. ``kinds``: the served checkpoint's tensors.
+
+    ``require_checkpoint`` raises if another is served, or none. ``read_served`` gets names, and
+    yields these tensors of it, or more. ``name``: that of the plan in the cache, None to keep none.
+    ``check`` raises to give up. Raises what these raise.
     """
     plan = recall(name) if name is not None else None
     if plan is not None:
         plan.fit(weights)
         restrict(plan)
         return plan
-    served = read_served()
+    require_checkpoint()
     plan = Plan.of(record(model, kinds), kinds, weights)
-    plan.prove(served, weights, check, rate_limit)
+    plan.prove(read_served(plan.needed), weights, check, rate_limit)
     # other weights may be served by now
     check()
     restrict(plan)

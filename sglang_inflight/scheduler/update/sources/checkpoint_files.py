@@ -51,14 +51,15 @@ def read_safetensors(
     rate_limit: RateLimit,
     *,
     forgets_pages: bool = False,
+    wants: Callable[[str], bool] = lambda name: True,
 ) -> Weights:
-    """Yield the tensors of each file, in the file's order.
+    """Yield the tensors of each file that ``wants`` names, in the file's order.
 
     The next batch is read while the caller works on the current one. ``forgets_pages`` asks the
     kernel to drop a read file from memory.
     """
     with _opened_safetensors(paths, thread) as files:
-        batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
+        batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES, wants)]
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
         # a limit for the reading thread, which sleeps by itself
         rate_limit = rate_limit.for_another_thread()
@@ -68,7 +69,14 @@ def read_safetensors(
                 return None
             file, batch = batches[index]
             content = buffers.take(max(1, _span(batch)))[: _span(batch)]
-            thread.begin(partial(_read, file, content, batch, rate_limit, forgets_pages))
+            is_last = index + 1 == len(batches) or batches[index + 1][0] is not file
+
+            def read() -> None:
+                _read(file, content, batch, rate_limit)
+                if is_last:
+                    _finish(file, forgets_pages)
+
+            thread.begin(read)
             return content
 
         coming = begin(0)
@@ -92,7 +100,6 @@ def _read(
     content: torch.Tensor,
     batch: list[Place],
     rate_limit: RateLimit,
-    forgets_pages: bool,
 ) -> None:
     """Fill ``content``, a piece at a time, as fast as staging may go.
 
@@ -106,8 +113,6 @@ def _read(
             raise file.was_cut()
         rate_limit.spend(read)
         done += read
-    if batch[-1] is file.places[-1]:
-        _finish(file, forgets_pages)
 
 
 class Expected(NamedTuple):
@@ -154,7 +159,8 @@ def _read_and_verify(
     file: SafetensorsFile, content: torch.Tensor, sha256: str, rate_limit: RateLimit
 ) -> None:
     if file.places:
-        _read(file, content, file.places, rate_limit, forgets_pages=False)
+        _read(file, content, file.places, rate_limit)
+        _finish(file, forgets_pages=False)
     digest = file.head_sha256.copy()
     for piece in content.split(PIECE_BYTES):
         digest.update(piece.numpy().data)

@@ -14,6 +14,7 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -72,8 +73,11 @@ def read_disk(
     refuse_another: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
+    wants: Callable[[str], bool] | None = None,
 ) -> Weights:
     """Yield a checkpoint's tensors, on the host, file by file.
+
+    ``wants`` says of a name whether its tensor need be read. Other tensors may be left out.
 
     ``refuse_another`` gets the folder before its files are chosen, and raises ``Refused`` for
     another model's (``check_configuration``). ``check`` raises when it is time to give up.
@@ -85,7 +89,9 @@ def read_disk(
         with naming(folder):
             thread.do(lambda: refuse_another(folder))
             paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
-            read = read_safetensors if is_safetensors else read_pickled
+            read: Callable[..., Weights] = read_safetensors if is_safetensors else read_pickled
+            if is_safetensors and wants is not None:
+                read = partial(read_safetensors, wants=wants)
             forgets = get_model().weight_loader_drop_cache_after_load
             with _prefetched(paths, is_safetensors):
                 yield from read(paths, thread, rate_limit, forgets_pages=forgets)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -98,6 +98,10 @@ def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[st
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 
+def _any(name: str) -> bool:
+    return True
+
+
 class SafetensorsFile(RegularFile):
     """An open file with a read and consistent header."""
 
@@ -111,11 +115,17 @@ class SafetensorsFile(RegularFile):
             self.close()
             raise
 
-    def batches(self, most: int) -> Iterator[list[Place]]:
-        """Yield neighbours with up to ``most`` bytes together, and each larger tensor alone."""
+    def batches(self, most: int, wants: Callable[[str], bool] = _any) -> Iterator[list[Place]]:
+        """Yield neighbours with up to ``most`` bytes together, and each larger tensor alone.
+
+        ``wants`` says of a name whether its tensor is read.
+        """
         batch: list[Place] = []
         for place in self.places:
-            if batch and place.end - batch[0].start > most:
+            if not wants(place.name):
+                continue
+            is_next = bool(batch) and batch[-1].end == place.start
+            if batch and (not is_next or place.end - batch[0].start > most):
                 yield batch
                 batch = []
             batch.append(place)
