@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
@@ -57,8 +58,9 @@ from sglang_inflight.vocabulary.errors import Refused, list_names
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
-# how bytes are altered: not in the highest bit, which may be a sign
-_OTHER_BITS = (torch.arange(1 << 16) * 37 % 127 + 1).to(torch.uint8)
+# How bytes are altered: not in the highest bit, which may be a sign. numpy makes them, because a
+# process that forks may import this, and torch's threads do not come through a fork.
+_OTHER_BITS = torch.from_numpy((np.arange(1 << 16) * 37 % 127 + 1).astype(np.uint8))
 _POSITIONS = (torch.bool, torch.int16, torch.int32, torch.int64)
 _NUMBERS = (bool, int, float)
 
