@@ -393,6 +393,40 @@ def test_audit_takes_other_tensors_each_time() -> None:
     assert audited == SHAPES.keys()
 
 
+class Communicates(Three):
+    """Its loader asks other ranks, which may be in a step, or not ask at all."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if COMMUNICATES and (name == "b" or not tensor.is_meta):
+            torch.ops._c10d_functional.all_reduce(tensor, "sum", "nobody")
+        super().load(name, tensor)
+
+
+COMMUNICATES: list[bool] = []
+
+
+def test_loader_that_communicates_has_no_plan_for_what_it_communicates_about() -> None:
+    COMMUNICATES[:] = [True]
+    rank = Rank(StagingMode.DEVICE, Communicates(), checkpoint_shapes=dict.fromkeys(NAMES, SHAPE))
+    COMMUNICATES.clear()
+    plan = rank.shadowed._plan
+    assert plan is not None
+    assert plan.moves.keys() == {"a", "c"}
+    assert "communicates between ranks" in plan.by_loader["b"]
+
+
+def test_audit_ends_where_the_loader_communicates(caplog: pytest.LogCaptureFixture) -> None:
+    COMMUNICATES.clear()
+    model = Communicates()
+    model.load_weights(checkpoint(0).items())
+    rank = Rank(StagingMode.DEVICE, model, checkpoint_shapes=dict.fromkeys(NAMES, SHAPE))
+    COMMUNICATES.append(True)
+    rank.update(checkpoint(1))
+    COMMUNICATES.clear()
+    assert "are not audited" in caplog.text
+    assert_serves(model, loaded_before(checkpoint(1)))
+
+
 # ---- remembered ------------------------------------------------------------------------
 
 

@@ -31,6 +31,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return memory.view(_BITS[tensor.element_size()])
 
 
+def as_integers(view: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``view``, of any strides; those of a complex number are two."""
+    if view.is_complex():
+        view = torch.view_as_real(view)
+    return view.view(_BITS[view.element_size()])
+
+
 def has_bits(tensor: torch.Tensor) -> bool:
     """Return whether ``bits_of`` knows integers as wide as the elements of ``tensor``."""
     return tensor.element_size() in _BITS

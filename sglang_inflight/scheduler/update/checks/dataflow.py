@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key, range_of
 from sglang_inflight.vocabulary.errors import Refused
 
-_COMMUNICATION = ("c10d", "_c10d_functional")
+COMMUNICATION = ("c10d", "_c10d_functional")
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -191,7 +191,7 @@ class Dataflow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _COMMUNICATION and not self._communicates:
+        if func.namespace in COMMUNICATION and not self._communicates:
             raise Refused(
                 f"the model's loading or finishing communicates between ranks ({func}), and other "
                 "ranks may be in a step: SGLANG_INFLIGHT_STAGING=off updates between two steps"

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.changes.handles import Handle
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
 from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
 from sglang_inflight.scheduler.update.plans.record import leave_unfinished
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -28,7 +30,6 @@ _HOST = torch.device("cpu")
 # an update audits no more
 _MOST_TENSORS = 8
 _MOST_BYTES = 64 << 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Differs(Refused):
@@ -114,10 +115,8 @@ class Audit:
             for place, move, through in self._plan.moves[name]:
                 to = move.target.view(self._weights[place].data)
                 of = move.source.view(cast(flat, through)).to(to.dtype)
-                bits = _BITS[to.element_size()]
-                if not to.is_complex():
-                    # nothing that the loader leaves alone is right by chance
-                    to.view(bits).copy_(of.view(bits).bitwise_not())
+                # nothing that the loader leaves alone is right by chance
+                as_integers(to).copy_(as_integers(of).bitwise_not())
                 expected.append((name, place, to, of))
         try:
             self._load(scratch, tensors)
@@ -143,8 +142,11 @@ class Audit:
 
     def _load(self, scratch: Shadow, tensors: dict[str, torch.Tensor]) -> None:
         loader: Any = scratch.model
+        # refuses communication: other ranks may be in a step
+        dataflow = Dataflow({}, before_write=_do_nothing)
         try:
-            loader.load_weights(iter(tensors.items()))
+            with dataflow:
+                loader.load_weights(dataflow.receive_each(tensors.items()))
         except Exception as error:
             self.why_not = f"the loader fails without other tensors: {describe(error)}"
             logger.warning("Updates by a plan are not audited: %s", self.why_not, exc_info=True)
@@ -164,3 +166,7 @@ class Audit:
     def _nbytes(self, unit: tuple[str, ...]) -> int:
         kinds = (self._plan.kinds[name] for name in unit)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds)
+
+
+def _do_nothing(write: Write) -> None:
+    pass

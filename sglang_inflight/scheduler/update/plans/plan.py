@@ -16,6 +16,7 @@ from itertools import islice
 
 import torch
 
+from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
@@ -25,7 +26,6 @@ from sglang_inflight.vocabulary.answers import Ways
 
 # reasons in a status
 _MOST_REASONS = 8
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Plan:
@@ -197,10 +197,7 @@ def are_equal(to: torch.Tensor, of: torch.Tensor, rate_limit: RateLimit) -> bool
     if to.dim() == 0:
         to, of = to.view(1), of.view(1)
     for one, other in rate_limit.cut(to, of):
-        other = other.to(one.device, one.dtype)
-        if one.is_complex():
-            one, other = torch.view_as_real(one), torch.view_as_real(other)
-        bits = _BITS[one.element_size()]
-        if not torch.equal(one.contiguous().view(bits), other.contiguous().view(bits)):
+        new = as_integers(other.to(one.device, one.dtype))
+        if not torch.equal(as_integers(one), new):
             return False
     return True

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.checks.dataflow import (
+    COMMUNICATION,
     Kind,
     Targets,
     tensors_of,
@@ -245,6 +246,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in COMMUNICATION:
+            raise RuntimeError(f"it communicates between ranks ({func})")
         if func.is_view:
             return func(*args, **kwargs)
         if self._number is not None and func is not _FILL:
