@@ -55,7 +55,7 @@ def compare(copies: Sequence[Copy], device: torch.device) -> Iterator[tuple[Weig
     sizes = [copy.to.numel() for copy in copies]
     ends = torch.tensor([*accumulate(sizes)], device=device)
     counts = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1))
-    row = torch.repeat_interleave(counts)
+    row = torch.repeat_interleave(counts, output_size=len(at))
     width = new.element_size()
     if len(at) * (width + OFFSET_BYTES) >= len(new) * width:
         # values of whole ranges cost less, but a range must be one in the weight
