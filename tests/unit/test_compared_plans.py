@@ -1,4 +1,4 @@
-"""What moves change of served weights, found for many tensors at once."""
+"""Moves of many tensors are compared with served weights at once."""
 
 from __future__ import annotations
 

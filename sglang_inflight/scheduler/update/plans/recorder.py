@@ -92,7 +92,7 @@ class Recorded(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """What a memory in between holds."""
+    """The content of a memory in between."""
 
     # addresses of its elements, or None if they are computed
     found: torch.Tensor | None

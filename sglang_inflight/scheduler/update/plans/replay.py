@@ -35,7 +35,7 @@ _MOST_TENSORS = 512
 
 
 class Missing(NamedTuple):
-    """What an update did not bring of one weight: elements, and names of tensors."""
+    """The part of one weight that an update did not bring: elements, and names of tensors."""
 
     elements: int
     names: frozenset[str]
