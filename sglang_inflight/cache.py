@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def default_cache() -> Path:
@@ -12,3 +15,25 @@ def default_cache() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-inflight"
+
+
+def read_kept(file: Path, what: str) -> bytes | None:
+    """Return the content of ``file``, or None without it. ``what`` names the content in the log."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("A remembered %s cannot be read: %s", what, error)
+        return None
+
+
+def keep(file: Path, content: bytes, what: str) -> None:
+    """Write ``content`` to ``file``, whole or not at all. ``what`` names it in the log."""
+    partly = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partly.write_bytes(content)
+        partly.replace(file)
+    except OSError as error:
+        logger.warning("A %s is not remembered: %s", what, error)

@@ -628,8 +628,8 @@ class Jobs:
         for model, weight in self._weights(self._all_roles):
             name = f"{model.role}.{weight.name}"
             is_whole, is_planned = model.role in whole, model.is_planned(weight.name)
-            if is_whole and is_planned and (missing := model.missing(weight.name)) is not None:
-                raise self._incomplete(update, whole, weight, missing.elements)
+            if is_whole and is_planned and (missing := model.missing(weight.name)):
+                raise self._incomplete(update, whole, weight, missing)
             if model.role in shadowed:
                 counts = is_whole and not is_planned
                 read = self._shadows.form.read(digest, name, weight, counts=counts)

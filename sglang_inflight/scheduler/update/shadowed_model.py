@@ -67,7 +67,7 @@ from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
 from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
-from sglang_inflight.scheduler.update.plans.replay import Missing, Replay
+from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, paced, use_one_core
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,
@@ -657,9 +657,9 @@ class ShadowedModel:
         """Return whether the open update writes ``weight`` by moves alone, or not at all."""
         return self._replay is not None and self._replay.has(weight)
 
-    def missing(self, weight: str) -> Missing | None:
-        """Return what the open update did not bring of a planned ``weight``, None if all came."""
-        return self._replay.missing(weight) if self._replay is not None else None
+    def missing(self, weight: str) -> int:
+        """Return how many elements of a planned ``weight`` the open update did not bring."""
+        return self._replay.missing(weight) if self._replay is not None else 0
 
     def finish(self, *, was_loaded: bool = True) -> None:
         """Finish a model written in place. ``was_loaded``: the model's own loader wrote it."""

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
-from sglang_inflight.cache import default_cache
+from sglang_inflight.cache import default_cache, keep, read_kept
 from sglang_inflight.scheduler.update.finished.places import numbers_of, tensors_of
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 
@@ -124,12 +124,8 @@ def _describe(model: nn.Module) -> list[list[str]]:
 
 def recall(name: str) -> Recipe | None:
     """Return the recipe of this name, or None if there is none."""
-    try:
-        text = _file(name).read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("A remembered recipe cannot be read: %s", error)
+    text = read_kept(_file(name), "recipe")
+    if text is None:
         return None
     try:
         return msgspec.json.decode(text, type=Recipe)
@@ -140,14 +136,7 @@ def recall(name: str) -> Recipe | None:
 
 def remember(name: str, recipe: Recipe) -> None:
     """Keep ``recipe`` under ``name``, whole or not at all."""
-    file = _file(name)
-    partly = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partly.write_bytes(msgspec.json.encode(recipe))
-        partly.replace(file)
-    except OSError as error:
-        logger.warning("A recipe is not remembered: %s", error)
+    keep(_file(name), msgspec.json.encode(recipe), "recipe")
 
 
 def _file(name: str) -> Path:

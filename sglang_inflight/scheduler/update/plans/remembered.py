@@ -7,7 +7,6 @@ that cannot be read or written costs the time of a record and a proof, and nothi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from sglang_inflight.cache import default_cache
+from sglang_inflight.cache import default_cache, keep, read_kept
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned
@@ -45,12 +44,8 @@ class _Entry(NamedTuple):
 
 def recall(name: str) -> Plan | None:
     """Return the plan of this name, or None if there is none."""
-    try:
-        content = _file(name).read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("A remembered plan cannot be read: %s", error)
+    content = read_kept(_file(name), "plan")
+    if content is None:
         return None
     plan = Plan({}, {}, {}, {})
     try:
@@ -72,8 +67,6 @@ def recall(name: str) -> Plan | None:
 
 def remember(name: str, plan: Plan) -> None:
     """Keep ``plan`` under ``name``, whole or not at all."""
-    file = _file(name)
-    partly = file.with_suffix(f".{os.getpid()}")
     entries = (
         _Entry(
             name,
@@ -88,12 +81,7 @@ def remember(name: str, plan: Plan) -> None:
     for part in _parts(entries):
         parts.append(msgspec.Raw(msgspec.msgpack.encode(part, enc_hook=_dtype_name)))
         yield_gil()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partly.write_bytes(msgspec.msgpack.encode(parts))
-        partly.replace(file)
-    except OSError as error:
-        logger.warning("A plan is not remembered: %s", error)
+    keep(_file(name), msgspec.msgpack.encode(parts), "plan")
 
 
 def _parts(entries: Iterator[T]) -> Iterator[list[T]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -34,13 +33,6 @@ _MOST_ELEMENTS = 1 << 20
 _MOST_TENSORS = 512
 
 
-class Missing(NamedTuple):
-    """The part of one weight that an update did not bring: elements, and names of tensors."""
-
-    elements: int
-    names: frozenset[str]
-
-
 class Replay:
     """The plan of one model in the open update. The staging thread owns it until the seal."""
 
@@ -56,6 +48,8 @@ class Replay:
         self._plan = plan
         self.audit = audit
         self._weights = {place: weights[place] for place in plan.writers}
+        # weights of which moves reach every element
+        self._whole = {p for p, weight in self._weights.items() if plan.is_whole(p, weight.live)}
         self._form = form
         self._rate_limit = rate_limit
         self._by_memory: Mapping[int, Sequence[str]] = {}
@@ -89,8 +83,7 @@ class Replay:
         """Make the form ready for moves into the planned weights. ``check`` raises to give up."""
         for place, weight in self._weights.items():
             check()
-            whole = self._plan.is_whole(place, weight.live)
-            self._form.expect(weight, keeps=self._keeps or not whole)
+            self._form.expect(weight, keeps=self._keeps or place not in self._whole)
 
     def forget(self) -> None:
         """Give back the tensors that wait."""
@@ -261,18 +254,14 @@ class Replay:
 
     # ---- the seal ----------------------------------------------------------------------------
 
-    def missing(self, place: str) -> Missing | None:
-        """Return what did not come of a weight written by moves, None if all did."""
-        names = self._plan.writers[place] - self._came
-        if not names:
-            return None
-        elements = sum(
+    def missing(self, place: str) -> int:
+        """Return how many elements did not come of a weight written by moves."""
+        return sum(
             each.move.numel
-            for name in names
+            for name in self._plan.writers[place] - self._came
             for each in self._plan.moves[name]
             if each.place == place
         )
-        return Missing(elements, frozenset(names))
 
 
 def _is_located(planned: Planned) -> bool:
