@@ -26,9 +26,7 @@ from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.live_machine import Open
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES, PreparedSwap, swap_for
-from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.worker import StagingWorker, streams_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
@@ -154,6 +152,10 @@ def latent_model(number: int) -> Any:
     return model
 
 
+def on_card_alike(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight.data, device=GLASS)
+
+
 class LatentRank:
     """A model that SGLang finishes after loading, with its staging on the card."""
 
@@ -165,37 +167,38 @@ class LatentRank:
         if form == "changes":
             self.form = Changes(Recording(UNLIMITED, UNPACED), swap, UNPACED)
         else:
-            self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED)
+            self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED, on_card_alike)
         self.shadow = FinishedModel(
             Latent(),
             self.live,
             prove(self.live),
-            ShadowParameters(),
             self.form,
             device=GLASS,
-            storage=GLASS,
             rate_limit=UNPACED,
             holds_graphs=False,
             owners=(),
+            check_finite=True,
         )
 
     def update(self, number: int) -> None:
         """Stage and commit a whole update."""
         self.form.begin()
-        self.shadow.begin(is_partial=False)
-        for name, live, staged in self.shadow.pairs:
-            self.form.add(Weight(name, live, staged), keeps=True, check=lambda: None)
-        dataflow = Dataflow(self.shadow.targets(), before_write=self.shadow.note_write)
+        self.shadow.begin(None, is_partial=False)
+        self.shadow.restore()
+        for weight in self.shadow.weights:
+            self.form.expect(weight, keeps=True)
+        dataflow = Dataflow(
+            self.shadow.targets(),
+            before_write=self.shadow.note_write,
+            recorder=self.shadow.recorder,
+        )
         model: Any = self.shadow.model
         with torch.no_grad():
             with dataflow:
                 model.load_weights(dataflow.receive_each(latent_version(number).items()))
                 self.shadow.finish_complete()
-            self.form.show_as_served()
-            self.shadow.finish()
-        self.form.close(check_finite=True)
-        weights = [Weight(*pair) for pair in self.shadow.pairs]
-        self.form.prepare(weights, (), self.shadow.numbers).make()
+            self.shadow.seal(was_loaded=True)
+        self.form.prepare([*self.shadow.weights], self.shadow.numbers).make()
 
 
 def prove(live: nn.Module) -> Recipe:

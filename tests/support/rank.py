@@ -18,7 +18,8 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters, weights_of
+from sglang_inflight.scheduler.update.reservation import Reservation
+from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
@@ -52,8 +53,7 @@ class Rank:
         ``device``: of the model's forwards.
         """
         self.model = model
-        parameters = ShadowParameters()
-        self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
+        self.shadowed = ShadowedModel("target", runner_of(model, ties_head))
         self.shadowed._checkpoint_shapes = {
             name: tuple(shape) for name, shape in checkpoint_shapes.items()
         }
@@ -68,7 +68,7 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             [self.shadowed],
-            Shadows([self.shadowed], parameters, UNPACED, budget),
+            shadows_of([self.shadowed], budget),
             groups,
             metrics,
             mode=mode,
@@ -161,6 +161,12 @@ class Rank:
 
     def _count_write(self) -> None:
         self.writes += 1
+
+
+def shadows_of(models: Sequence[ShadowedModel], budget: Budget = _UNLIMITED) -> Shadows:
+    """Return the shadows of ``models``, without reserved memory."""
+    storage_for = Reservation(StagingMode.DEVICE).storage_for
+    return Shadows(models, storage_for, UNPACED, budget, check_finite=True)
 
 
 def tensor_source(load_format: str | None) -> Any:

@@ -16,13 +16,10 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DistributedSource, IPCSource, TensorSource, is_sparse
-from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources import batches
 from sglang_inflight.scheduler.update.sources.batches import (
     Packed,
@@ -33,6 +30,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
 )
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
+from tests.support.rank import shadows_of
 from tests.unit.fakes import name_device_as_trainers_do, uncounted
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -90,16 +88,14 @@ def streams(weights: Pairs) -> Pairs:
 
 class Rank:
     def __init__(self, *models: Model) -> None:
-        parameters = ShadowParameters()
         self._shadowed = [
-            shadowed(role, model, parameters)
-            for role, model in zip(("target", "draft"), models, strict=False)
+            shadowed(role, model) for role, model in zip(("target", "draft"), models, strict=False)
         ]
         metrics = uncounted()
         groups: Any = None
         self._jobs = Jobs(
             self._shadowed,
-            Shadows(self._shadowed, parameters, UNPACED, Budget()),
+            shadows_of(self._shadowed),
             groups,
             metrics,
             mode=StagingMode.DEVICE,
@@ -123,7 +119,7 @@ class Rank:
         return staged.tensors
 
 
-def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> ShadowedModel:
+def shadowed(role: str, model: nn.Module) -> ShadowedModel:
     runner: Any = SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(
@@ -132,7 +128,7 @@ def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> Shado
         load_config=SimpleNamespace(download_dir=None),
         weight_updater=SimpleNamespace(custom_weight_loaders={}),
     )
-    shadowed = ShadowedModel(role, runner, parameters)
+    shadowed = ShadowedModel(role, runner)
     # the start's checkpoint is on this machine
     shadowed._checkpoint_shapes = {name: tuple(tensor.shape) for name, tensor in sent().items()}
     return shadowed

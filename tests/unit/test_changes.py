@@ -1,4 +1,4 @@
-"""Changes found by a recording equal a dense load, and an exchange undoes itself."""
+"""What a loader writes to scratch memory is staged as changes, and an exchange undoes itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.scheduler.update.changes import recording
+from sglang_inflight.scheduler.update.changes import handles, recording
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
     Part,
@@ -25,14 +26,11 @@ from sglang_inflight.scheduler.update.changes.encoding import (
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.intervals import Intervals
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
-from sglang_inflight.scheduler.update.checks.coverage import can_mark
-from sglang_inflight.scheduler.update.checks.dataflow import (
-    Dataflow,
-    Kind,
-    Target,
-)
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.forms import Changes
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.storages import memory_key
+from sglang_inflight.scheduler.update.scratch import Scratch
+from sglang_inflight.scheduler.update.swap import swap_for
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Outgrown, Refused
 
@@ -70,23 +68,37 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.recording = Recording(self.budget, UNPACED)
-        self.handles = [self.recording.handle_for(weight) for weight in self.weights]
+        model = nn.Module()
+        model.weights = nn.ParameterList(
+            nn.Parameter(weight, requires_grad=False) for weight in self.weights
+        )
+        self.weights = [*model.parameters()]
+        self.form = Changes(self.recording, swap_for(torch.device("cpu")), UNPACED)
+        windows = self.budget.windows
+        self.scratch = Scratch(model, (), self.form, UNPACED, windows, check_finite=False)
+        self.handles = [own for _, _, own in self.scratch.shadow.pairs]
         self.begin()
 
     def begin(self) -> None:
-        self.recording.begin()
-        for at, handle in enumerate(self.handles):
-            self.recording.add(f"weight {at}", memory_key(handle), keeps=self.keeps)
+        self.form.begin()
+        for weight in self.scratch.weights:
+            self.form.expect(weight, keeps=self.keeps)
+        self.scratch.shadow.begin()
+        self.scratch.begin(None, keeps=self.keeps)
 
     def record(self, writes: Sequence[Callable[[list[torch.Tensor]], object]]) -> None:
         """Make ``writes``, each given the tensors in place of the weights."""
-        targets = {memory_key(handle): Target(Kind.WEIGHT, "") for handle in self.handles}
-        with Dataflow(targets, before_write=lambda write: None, recorder=self.recording):
+        targets = self.scratch.shadow.targets()
+        with Dataflow(targets, before_write=lambda write: None, recorder=self.scratch):
             for write in writes:
                 write(self.handles)
+        self.scratch.close_all()
+
+    def unwritten(self, at: int) -> int:
+        return self.scratch.unwritten(f"weights.{at}")
 
     def commit(self) -> Exchange:
-        self.recording.close(check_finite=False)
+        self.scratch.refuse_unseen()
         exchange = Exchange(self.recording.changes())
         exchange.make()
         return exchange
@@ -169,15 +181,16 @@ def test_recorded_writes_equal_writes_to_the_weights(data: st.DataObject) -> Non
     writes += data.draw(st.lists(writes_to(dtype), max_size=8))
     windows = data.draw(st.sampled_from([0, 100, 1 << 20]))
     weights = [served_values(which, dtype) for which in range(len(SHAPES))]
+    rank = Rank(weights, not is_whole, Budget(windows=windows))
+    weights = rank.weights
     before = [weight.clone() for weight in weights]
     expected = [weight.clone() for weight in weights]
     for write in writes:
         write(expected)
-    rank = Rank(weights, not is_whole, Budget(windows=windows))
     rank.record(writes)
     assert all(map(are_same, weights, before)), "the served weights were written"
-    rank.recording.close(check_finite=False)
-    assert not any(map(rank.recording.unwritten, weights))
+    rank.scratch.refuse_unseen()
+    assert not is_whole or not any(map(rank.unwritten, range(len(weights))))
     digest, of_expected = Digest(), Digest()
     for weight, wanted in zip(weights, expected, strict=True):
         for _ in digest.read("w", weight, rank.recording.as_committed(weight)):
@@ -214,8 +227,7 @@ def test_unwritten_elements_are_counted(data: st.DataObject) -> None:
         by_rows = data.draw(st.booleans())
         rank.record([write(begin, end, by_rows, data.draw(st.booleans()))])
         (is_written[begin:end] if by_rows else is_written[:, begin:end]).fill_(True)
-    rank.recording.close(check_finite=False)
-    assert rank.recording.unwritten(live) == int((~is_written).sum())
+    assert rank.unwritten(0) == int((~is_written).sum())
 
 
 def test_copies_touch_no_memory_of_the_handle() -> None:
@@ -224,7 +236,7 @@ def test_copies_touch_no_memory_of_the_handle() -> None:
     rank.record([lambda weights: weights[0][:500].copy_(torch.ones(500))])
     assert rank.recording.peak_bytes == 500 * 4
     rank.commit()
-    assert live.sum() == 500
+    assert rank.weights[0].sum() == 500
 
 
 @pytest.mark.parametrize("width", [torch.uint8, torch.bfloat16, torch.float32])
@@ -317,41 +329,38 @@ def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:
     assert torch.equal(memory, around[start:end])
 
 
+@pytest.fixture(params=["tells", "has no /proc", "says nothing"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the system tell which pages were written, or not, like gVisor."""
+    if request.param != "tells":
+
+        def look(address: int, nbytes: int) -> bool:
+            if request.param == "has no /proc":
+                raise FileNotFoundError("/proc/self/pagemap")
+            return False
+
+        monkeypatch.setattr(handles, "_are_pages_written", look)
+    handles._tells_written_pages.cache_clear()
+    yield
+    handles._tells_written_pages.cache_clear()
+
+
+@pytest.mark.usefixtures("system")
 def test_weight_written_through_numpy_is_refused() -> None:
     live = torch.zeros(3000)
     rank = Rank([live, torch.zeros(3000)], True, Budget())
     rank.record([lambda weights: weights[1].copy_(torch.ones(3000))])
     rank.handles[0].numpy()[5] = 1
-    with pytest.raises(Refused, match=r"'weight 0' past torch's operations"):
-        rank.recording.close(check_finite=False)
+    with pytest.raises(Refused, match=r"'weights\.0' past torch's operations"):
+        rank.scratch.refuse_unseen()
     rank.begin()
-    rank.recording.close(check_finite=False)
-
-
-@pytest.mark.parametrize("sent", [3000, 2500])
-def test_dense_sparse_tensor_takes_no_positions(sent: int) -> None:
-    """NaN stands for an element that was not sent, and is not counted."""
-    live = torch.linspace(0, 1, 3000).to(torch.bfloat16)
-    new = live + 1
-    new[::10] = live[::10]
-    new[sent:] = torch.nan
-    rank = Rank([live], True, Budget())
-    with rank.recording.leaving_out_nan():
-        rank.record([lambda weights: weights[0].copy_(new)])
-    expected = torch.where(new.isnan(), live, new)
-    rank.recording.close(check_finite=False)
-    [(_, [part])] = rank.recording.changes()
-    assert part.offsets is None
-    changed = int((expected != live).sum())
-    assert rank.recording.describe().changed_elements == changed < 3000
-    rank.commit()
-    assert are_same(live, expected)
+    rank.scratch.refuse_unseen()
 
 
 def test_empty_weight_is_recorded() -> None:
     rank = Rank([torch.zeros(0, 4)], True, Budget())
     rank.record([lambda weights: weights[0].copy_(torch.zeros(0, 4))])
-    rank.recording.close(check_finite=False)
+    rank.scratch.refuse_unseen()
     assert rank.recording.changes() == []
 
 
@@ -362,31 +371,30 @@ def test_changes_beyond_their_budget_are_refused() -> None:
         rank.record([lambda weights: weights[0].copy_(torch.ones(3000))])
 
 
-@pytest.mark.parametrize("write", ["copy", "window"])
+@pytest.mark.parametrize("write", ["copy", "index"])
 def test_device_without_memory_for_a_comparison_loses_no_change(
     monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     live = torch.zeros(3000)
     new = random_bits(3000, torch.float32, 3)
     rank = Rank([live], True, Budget())
-    calls: list[torch.device] = []
+    name = {"copy": "compare", "index": "find_changes"}[write]
+    original, calls = getattr(recording, name), []
 
-    def find(start: int, served: torch.Tensor, *others: Any) -> Part | None:
-        calls.append(served.device)
+    def fails_once(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("no memory for the comparison")
-        return find_changes(start, served, *others)
+        return original(*args)
 
-    monkeypatch.setattr(recording, "find_changes", find)
+    monkeypatch.setattr(recording, name, fails_once)
     if write == "copy":
         rank.record([lambda weights: weights[0].copy_(new)])
     else:
         rank.record([lambda weights: weights[0].index_copy_(0, torch.arange(3000), new)])
-    rank.recording.close(check_finite=False)
     assert len(calls) == 2
-    committed = torch.cat(list(rank.recording.as_committed(live)))
+    committed = torch.cat(list(rank.recording.as_committed(rank.weights[0])))
     assert are_same(committed, new)
-    assert rank.recording.unwritten(live) == 0
 
 
 class Operations(TorchDispatchMode):
@@ -410,12 +418,12 @@ def test_receipt_reads_no_element() -> None:
     rank.record([lambda weights: weights[0].copy_(torch.arange(3 * PIECE, dtype=torch.int16))])
     # the whole range of a part is kept, and loses its middle
     rank.record([lambda weights: weights[0][10:20].copy_(torch.zeros(10))])
-    rank.recording.close(check_finite=False)
+    rank.scratch.refuse_unseen()
     with Operations() as done:
         described = rank.recording.describe()
     assert done.count == 0
     rank.commit()
-    assert described.changed_elements == int(live.count_nonzero())
+    assert described.changed_elements == int(rank.weights[0].count_nonzero())
 
 
 @pytest.fixture
@@ -478,5 +486,27 @@ def test_intervals_are_a_set_of_positions(ranges: list[tuple[int, int, bool]]) -
         assert gaps == sorted(set(range(31)) - positions)
 
 
-def test_marks_are_known_for_the_floats_of_this_test() -> None:
-    assert [can_mark(torch.zeros(1, dtype=dtype)) for dtype in DTYPES] == [True, True, False, False]
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_view_adds_its_own_positions(data: st.DataObject) -> None:
+    whole = torch.zeros(6, 8)
+    intervals, is_there = Intervals(), torch.zeros(48, dtype=torch.bool)
+    for _ in range(data.draw(st.integers(1, 4))):
+        begin, end = sorted(data.draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+        first, last = sorted(data.draw(st.tuples(st.integers(0, 8), st.integers(0, 8))))
+        step = data.draw(st.integers(1, 3))
+        view = whole[begin:end, first:last:step]
+        its = is_there.view(6, 8)[begin:end, first:last:step]
+        assert intervals.has_view(view, 4) == bool(its.all())
+        if data.draw(st.booleans()):
+            intervals.add_view(view, 4)
+            its.fill_(True)
+        assert len(intervals) == int(is_there.sum())
+
+
+def test_view_of_other_elements_adds_the_bytes_of_its_range() -> None:
+    whole, intervals = torch.zeros(8), Intervals()
+    intervals.add_view(whole.view(torch.uint8)[4:12], 4)
+    assert [*intervals.gaps(8)] == [(0, 1), (3, 8)]
+    assert intervals.has_view(whole.view(torch.int16)[3:6], 4)
+    assert not intervals.has_view(whole.view(torch.int16)[3:7], 4)

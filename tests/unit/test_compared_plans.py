@@ -14,7 +14,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def copy_into(weights: Tensors, name: str, to: torch.Tensor, of: torch.Tensor) -> Copy:
-    return Copy(Weight(name, weights[name], weights[name]), to, of)
+    return Copy(Weight(name, weights[name]), to, of)
 
 
 def apply(copies: list[Copy], weights: Tensors) -> Tensors:

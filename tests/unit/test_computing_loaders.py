@@ -184,9 +184,9 @@ class DerivesTooSoon(ComputesTooSoon):
 @pytest.mark.parametrize(
     ("of", "reason"),
     [
-        (ComputesTooSoon, "leaves NaN in 'head'"),
-        (CopiesTooSoon, "24 of 24 elements of 'head' were not sent"),
-        (DerivesTooSoon, "leaves NaN in 'doubled'"),
+        (ComputesTooSoon, "computes with 'embed' before"),
+        (CopiesTooSoon, "computes with 'embed' before"),
+        (DerivesTooSoon, "computes with 'embed' before"),
     ],
 )
 def test_element_read_before_it_is_sent_is_refused(
@@ -272,14 +272,13 @@ COMPUTE: dict[str, type[Model]] = {
     "composes": ComposesIt,
     "fills with a maximum": FillsWithAMaximum,
     "looks at zero": LooksAtZero,
+    "adds one": patched(lambda t: t + 1),
+    "scales in place": patched(lambda t: t.clone().mul_(0.5)),
 }
 
 MOVE: dict[str, type[Model]] = {
     "copies": patched(lambda t: t),
     "casts": patched(lambda t: t.float()),
-    "adds one": patched(lambda t: t + 1),
-    "scales in place": patched(lambda t: t.clone().mul_(0.5)),
-    "negates an exponential": patched(lambda t: -torch.exp(t.float())),
     "transposes": patched(lambda t: t.t().contiguous().t()),
     "joins halves": patched(lambda t: torch.cat([*t.chunk(2)][::-1])),
     "stacks rows": patched(lambda t: torch.stack([*t])),
@@ -309,7 +308,7 @@ def test_sparse_tensor_that_the_loader_computes_with_is_refused_by_name(
         rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
         assert_same(model, tensors_of(fresh(of, checkpoint(7))))
         return
-    with pytest.raises(Refused, match=r"computes with .*: send whole tensors"):
+    with pytest.raises(Refused, match=r"'(embed|norm)' goes by .* loader.*: send whole tensors"):
         rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
     assert_same(model, before)
     # a client sends the whole version then
@@ -324,6 +323,10 @@ def test_sparse_tensor_that_the_loader_moves_equals_a_fresh_load(
 ) -> None:
     model = fresh(of, checkpoint())
     rank = rank_of(mode, model)
+    if not rank.has_plan:
+        with pytest.raises(Refused, match=r"'embed' goes by .* \(it has no load plan\)"):
+            rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
+        return
     rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
     assert_same(model, tensors_of(fresh(of, checkpoint(7))))
 
@@ -336,8 +339,10 @@ def test_refusal_names_the_sparse_tensor_alone() -> None:
             Model.load(self, name, normalize(tensor) if name == "norm" else tensor)
 
     rank = rank_of(StagingMode.CHANGES, fresh(NormalizesTheHead, checkpoint()))
+    if not rank.has_plan:
+        pytest.skip("without a plan no tensor can be sent in parts")
     sent: dict[str, Any] = sparse(checkpoint(7), 7)
-    with pytest.raises(Refused, match=r"the model's loader computes with norm, and"):
+    with pytest.raises(Refused, match=r"'norm' goes by the target model's loader"):
         rank.update(sent, partial=True, load_format="sparse")
     del sent["norm.indices"], sent["norm.values"]
     rank.update(sent, partial=True, load_format="sparse")

@@ -51,7 +51,7 @@ class OnDevice:
         self._device = device
         self._names = iter(("swap", "exchange", "exchange back"))
 
-    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+    def check(self, name: str, live: torch.Tensor) -> None:
         pass
 
     def prepare(self, pairs: Pairs) -> Callable[[], None]:

@@ -14,16 +14,14 @@ from torch import nn
 
 from sglang_inflight.client import digest_of_all, digests
 from sglang_inflight.messages import DIRECT, AskedDigests, Selector
-from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Names, Update
 from sglang_inflight.vocabulary.errors import Altered, Refused
+from tests.support.rank import shadows_of
 from tests.unit.fakes import uncounted
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -59,16 +57,15 @@ class Rank:
     def __init__(self, mode: StagingMode) -> None:
         self.target = Model()
         self.draft = Model(self.target.embeddings)
-        parameters = ShadowParameters()
         models = [
-            shadowed("target", self.target, parameters),
-            shadowed("draft", self.draft, parameters),
+            shadowed("target", self.target),
+            shadowed("draft", self.draft),
         ]
         metrics = uncounted()
         groups: Any = None
         self._jobs = Jobs(
             models,
-            Shadows(models, parameters, UNPACED, Budget()),
+            shadows_of(models),
             groups,
             metrics,
             mode=mode,
@@ -121,7 +118,7 @@ class Rank:
         return self.digest
 
 
-def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> ShadowedModel:
+def shadowed(role: str, model: nn.Module) -> ShadowedModel:
     runner: Any = SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(
@@ -130,7 +127,7 @@ def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> Shado
         load_config=SimpleNamespace(download_dir=None),
         weight_updater=SimpleNamespace(custom_weight_loaders={}),
     )
-    return ShadowedModel(role, runner, parameters)
+    return ShadowedModel(role, runner)
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,7 @@ class Rank:
 
     @property
     def shadow(self) -> FinishedModel:
-        shadow = self._rank.shadowed.shadow
+        shadow = self._rank.shadowed.kind
         assert isinstance(shadow, FinishedModel)
         return shadow
 
@@ -362,7 +362,7 @@ def test_served_tensor_that_was_replaced_is_refused() -> None:
     rank.begin()
     rank.live.b.scale = rank.live.b.scale.clone()
     with pytest.raises(Refused, match=r"'b\.scale' was replaced"):
-        rank.shadow.begin(is_partial=False)
+        rank.shadow.begin(None, is_partial=False)
 
 
 @pytest.mark.parametrize(

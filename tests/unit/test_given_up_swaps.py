@@ -180,7 +180,7 @@ def test_update_in_place_frees_no_changes_before_the_last_swap() -> None:
     """The shadow of another form is forgotten, and with it what the last commit exchanged."""
     rank = Rank(StagingMode.CHANGES, Loads(), checkpoint_shapes={"weight": (4, 4)})
     rank.update({"weight": torch.ones(4, 4)})
-    [(_, parts)] = rank._jobs._shadows.form.recorder.changes()  # type: ignore[union-attr]
+    [(_, parts)] = rank._jobs._shadows.form._recording.changes()  # type: ignore[attr-defined]
     values = weakref.ref(parts[0].values)
     del parts
     rank._previous = None

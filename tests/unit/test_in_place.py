@@ -53,10 +53,10 @@ def no_grad() -> Iterator[None]:
 
 def update(model: Any, *, holds_graphs: bool) -> None:
     in_place = InPlaceModel(model, torch.device("cpu"), finishes=True, holds_graphs=holds_graphs)
-    in_place.begin()
+    in_place.begin(None, is_partial=False)
     in_place.restore()
     model.layer.weight.data.fill_(3.0)
-    in_place.finish(was_loaded=True)
+    in_place.seal(was_loaded=True)
 
 
 def tensors_of(model: Any) -> list[torch.Tensor]:
@@ -92,20 +92,20 @@ def test_moved_tensor_is_accepted_without_graphs(finish: Finish) -> None:
 def test_model_written_by_an_update_shows_it_after_its_finishing() -> None:
     """A dropped update may have come to its end: its weights must not be served."""
     in_place = InPlaceModel(made(derive), torch.device("cpu"), finishes=True, holds_graphs=False)
-    in_place.begin()
+    in_place.begin(None, is_partial=False)
     assert not in_place.was_written
     in_place.restore()
-    in_place.finish(was_loaded=True)
+    in_place.seal(was_loaded=True)
     assert in_place.was_written
-    in_place.begin()
+    in_place.begin(None, is_partial=False)
     assert not in_place.was_written
 
 
 def test_update_of_a_half_written_model_shows_its_own_writes() -> None:
     in_place = InPlaceModel(made(derive), torch.device("cpu"), finishes=True, holds_graphs=False)
-    in_place.begin()
+    in_place.begin(None, is_partial=False)
     in_place.open()
-    in_place.begin()
+    in_place.begin(None, is_partial=False)
     assert not in_place.was_written
     in_place.open()
     assert in_place.was_written

@@ -528,6 +528,8 @@ def test_sparse_update_equals_fresh_load_of_the_patched_tensors(
     served = tensors(1.0)
     model = fresh(Traits(), served)
     rank = rank_of(mode, model)
+    if not rank.has_plan:
+        pytest.skip("without a plan no tensor can be sent in parts")
     names = sorted(set(SHAPES) - IGNORED - {"norm"})
     for version in 2, 3:
         before = tensors_read_by_forward(model)
@@ -566,7 +568,7 @@ BAD_SPARSE = {
     "unknown": ({"other.indices": torch.tensor([2]), "other.values": torch.ones(1)}, "'other'"),
     "computed from": (
         {"norm.indices": torch.tensor([2]), "norm.values": torch.ones(1)},
-        "computes 'norm_plus_one'",
+        "'norm' goes by the target model's loader",
     ),
     "NaN": (
         {"plain.indices": torch.tensor([2]), "plain.values": torch.tensor([torch.nan])},

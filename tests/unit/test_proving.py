@@ -194,7 +194,7 @@ def test_model_written_in_place_is_compared_with_no_checkpoint_until_one_comes()
         # half written, as far as is known
         with pytest.raises(Unproven):
             prove(model, again=True)
-        model.finish()
+        model.seal(was_loaded=True)
         model.note_commit(rolls_back=False)
     prove(model, again=True)
     assert search.begun == 1

@@ -19,13 +19,10 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import Staged, TensorSource
-from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources import quantizing
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.sources.checkpoint_files import (
@@ -40,6 +37,7 @@ from sglang_inflight.scheduler.update.sources.quantizing import (
 )
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
+from tests.support.rank import shadows_of
 from tests.unit.fakes import uncounted
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -286,7 +284,6 @@ class Rank:
         (folder / "config.json").write_text(json.dumps(config))
         self.model = Model()
         self.model.load_weights(stored.items())
-        parameters = ShadowParameters()
         runner: Any = SimpleNamespace(
             model=self.model,
             model_config=SimpleNamespace(
@@ -298,11 +295,11 @@ class Rank:
             load_config=SimpleNamespace(download_dir=None),
             weight_updater=SimpleNamespace(custom_weight_loaders=[]),
         )
-        shadowed = ShadowedModel("target", runner, parameters)
+        shadowed = ShadowedModel("target", runner)
         groups: Any = None
         self._jobs = Jobs(
             [shadowed],
-            Shadows([shadowed], parameters, UNPACED, Budget()),
+            shadows_of([shadowed]),
             groups,
             uncounted(),
             mode=mode,
@@ -487,7 +484,6 @@ def test_float_for_an_unknown_form_is_refused() -> None:
         list(
             quantizer.quantize(
                 floats(2).items(),
-                is_sparse=False,
                 check_finite=True,
                 rate_limit=UNPACED,
                 counts=Counter(),

@@ -20,7 +20,6 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from sglang_inflight.scheduler.update import reservation
-from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.stageable import device_of
 from sglang_inflight.scheduler.update.cost import kv_tokens_by_form, log_cost
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
@@ -97,26 +96,6 @@ def test_auto_mode_on_a_cpu_needs_host_memory_for_a_second_copy(host: Host) -> N
     host.available_gb = 10
     assert choose_mode("auto", 9 * GB, CPU) is StagingMode.DEVICE
     assert choose_mode("auto", 16 * GB, CPU) is StagingMode.CHANGES
-
-
-@pytest.mark.parametrize("failure", ["missing", "says nothing"])
-def test_system_that_shows_no_written_pages_stages_whole_copies(
-    host: Host, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
-    def is_touched(handle: Handle) -> bool:
-        if failure == "missing":
-            raise FileNotFoundError("/proc/self/pagemap")
-        return False
-
-    monkeypatch.setattr(Handle, "is_touched", is_touched)
-    host.available_gb = 10
-    assert choose_mode("auto", 9 * GB, CPU) is StagingMode.DEVICE
-    assert choose_mode("auto", 16 * GB, CPU) is StagingMode.OFF
-    assert choose_mode("auto", 9 * GB, DEVICE) is StagingMode.HOST
-    assert choose_mode("auto", 16 * GB, DEVICE) is StagingMode.OFF
-    assert choose_mode("device", 9 * GB, DEVICE) is StagingMode.DEVICE
-    with pytest.raises(BadSetting, match=r"STAGING=changes: /proc/self/pagemap"):
-        choose_mode("changes", 9 * GB, DEVICE)
 
 
 def test_device_is_that_of_a_weight_beside_the_host(host: Host) -> None:

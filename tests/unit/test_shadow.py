@@ -19,11 +19,16 @@ from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, without_threads
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.reservation import reserve_storage, tensors_copied_by_shadow
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
+from sglang_inflight.scheduler.update.reservation import (
+    Reservation,
+    reserve_storage,
+    weights_with_copies,
+)
+from sglang_inflight.scheduler.update.shadow import Shadow, weights_of
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.swap import ContentSwap, swap_for
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.vocabulary.errors import Refused
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -93,7 +98,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 def stage(model: Model) -> Shadow:
-    shadow = Shadow(model, ShadowParameters(), CPU)
+    shadow = Shadow(model, CPU)
     shadow.begin()
     load(shadow, 2.0)
     return shadow
@@ -106,7 +111,7 @@ def load(shadow: Shadow, value: float) -> None:
 
 
 def commit(shadow: Shadow) -> None:
-    pairs = tuple((live, own) for _, live, own in (*shadow.pairs, *shadow.derived_pairs))
+    pairs = tuple((live, own) for _, live, own in (*shadow.pairs, *shadow.derived))
     swap_for(CPU).prepare(pairs)()
 
 
@@ -173,7 +178,7 @@ def test_derived_tensor_is_committed_and_rolled_back(
     before = state(model)
     shadow = stage(model)
     assert shadow.find_derived() is None
-    (derived,) = shadow.derived_pairs
+    (derived,) = shadow.derived
     assert derived[0] == f"attention.{name}"
     commit(shadow)
     assert derived[1].tolist() == [2.0] * 4
@@ -182,7 +187,7 @@ def test_derived_tensor_is_committed_and_rolled_back(
     assert all(torch.equal(before[place], after[place]) for place in before)
     # the next update begins from the served values, even after a rollback or a drop
     shadow.begin()
-    assert shadow.derived_pairs == []
+    assert shadow.derived == []
     assert torch.equal(derived[1], derived[2])
     load(shadow, 3.0)
     commit(shadow)
@@ -207,7 +212,6 @@ def test_list_of_weights_shares_shadow_memory() -> None:
 
     model = Model(keep)
     keep(model.attention)
-    assert len(tensors_copied_by_shadow([model])) == len({"weight", "bias", "table", "products"})
     shadow = stage(model)
     assert shadow.find_derived() is None
     clone: Any = shadow.model.get_submodule("attention")
@@ -236,9 +240,8 @@ def test_model_without_derived_tensors_has_no_findings() -> None:
     shadow = stage(Model())
     assert shadow.find_derived() is None
     (weight, bias) = shadow.pairs
-    assert weight[0] == "attention.weight"
+    assert (weight[0], bias[0]) == ("attention.weight", "attention.bias")
     assert weight[2].tolist() == torch.full((4, 4), 2.0).tolist()
-    assert bias[2].tolist() == [1, 1, 1, 1]
 
 
 def test_unchanged_derived_tensor_is_no_finding() -> None:
@@ -259,24 +262,21 @@ def test_values_changed_by_serving_are_no_finding() -> None:
 def test_shared_tensor_stays_shared_in_shadow() -> None:
     model = Model()
     model.attention.mine = model.attention.products[0]
-    clone = Shadow(model, ShadowParameters(), CPU).model.get_submodule("attention")
+    clone = Shadow(model, CPU).model.get_submodule("attention")
     assert isinstance(clone, Attention)
     assert clone.mine is clone.products[0]
 
 
-def shadows_of(model: nn.Module, parameters: ShadowParameters) -> Shadows:
+def shadows_of(model: nn.Module, reservation: Reservation | None = None) -> Shadows:
     class Runner:
         class model_config:
             model_path = ""
 
     runner: Any = Runner()
     runner.model = model
-    return Shadows(
-        [ShadowedModel("target", runner, parameters)],
-        parameters,
-        UNPACED,
-        Budget(),
-    )
+    reserved = reservation or Reservation(StagingMode.DEVICE)
+    models = [ShadowedModel("target", runner)]
+    return Shadows(models, reserved.storage_for, UNPACED, Budget(), check_finite=True)
 
 
 def show_in_an_attribute(attention: Attention) -> Callable[[], torch.Tensor]:
@@ -304,10 +304,10 @@ def test_weight_with_a_view_is_swapped_by_contents(
     """After a swap of pointers the view would show the old memory."""
     model = Model()
     shown = show(model.attention)
-    shadows = shadows_of(model, ShadowParameters())
+    shadows = shadows_of(model)
     shadows.build(StagingMode.DEVICE, CPU)
     weight, shadow = model.attention.weight, torch.full((4, 4), 2.0)
-    shadows.swap.prepare(((weight, shadow),))()
+    swap_for(CPU).prepare(((weight, shadow),))()
     assert (set(weight.flatten().tolist()), set(shadow.flatten().tolist())) == ({2}, {1})
     assert set(shown().flatten().tolist()) == {2}
     # the next update begins
@@ -317,13 +317,13 @@ def test_weight_with_a_view_is_swapped_by_contents(
 
 def test_weight_without_views_is_swapped_by_pointer() -> None:
     model = Model()
-    shadows = shadows_of(model, ShadowParameters())
+    shadows = shadows_of(model)
     shadows.build(StagingMode.DEVICE, CPU)
     for attempt in range(2):
         for live in (model.attention.weight, model.attention.get_buffer("bias")):
             shadow = torch.full(live.shape, 2.0 - attempt)
             pointers = live.data_ptr(), shadow.data_ptr()
-            shadows.swap.prepare(((live, shadow),))()
+            swap_for(CPU).prepare(((live, shadow),))()
             assert (shadow.data_ptr(), live.data_ptr()) == pointers
 
 
@@ -334,7 +334,7 @@ def test_weights_that_share_memory_are_refused_by_name(
     """A commit would exchange the memory twice, and the second time back."""
     model = Model()
     model.attention.other = nn.Parameter(cut(model.attention.weight.data), requires_grad=False)
-    shadows = shadows_of(model, ShadowParameters())
+    shadows = shadows_of(model)
     names = r"'attention\.(weight|other)' and 'attention\.(weight|other)' share memory"
     with pytest.raises(Refused, match=names):
         shadows.build(StagingMode.DEVICE, CPU)
@@ -346,7 +346,7 @@ def test_weights_that_lie_side_by_side_in_one_memory_have_a_shadow() -> None:
     both = torch.ones(8, 4)
     model.attention.weight.data = both[:4]
     model.attention.other = nn.Parameter(both[4:], requires_grad=False)
-    shadows_of(model, ShadowParameters()).build(StagingMode.DEVICE, CPU)
+    shadows_of(model).build(StagingMode.DEVICE, CPU)
 
 
 def test_content_swap_raises_tensor_version() -> None:
@@ -356,51 +356,38 @@ def test_content_swap_raises_tensor_version() -> None:
     assert live._version > version
 
 
-def test_failed_shadow_build_leaves_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, parameters = Model(), ShadowParameters()
+def test_failed_shadow_build_leaves_no_part() -> None:
+    model, is_full = Model(), True
     made: list[torch.Tensor] = []
-    original = ShadowParameters.storage_for
 
-    def storage_for(
-        self: ShadowParameters, of: torch.Tensor, storage: torch.device
-    ) -> torch.Tensor:
-        if len(made) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB\nmore")
-        made.append(original(self, of, storage))
-        return made[-1]
+    class Full(Reservation):
+        def storage_for(self, original: torch.Tensor, device: torch.device) -> torch.Tensor:
+            if is_full and len(made) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB\nmore")
+            made.append(super().storage_for(original, device))
+            return made[-1]
 
-    monkeypatch.setattr(ShadowParameters, "storage_for", storage_for)
-    built = shadows_of(model, parameters)
+    built = shadows_of(model, Full(StagingMode.DEVICE))
     with pytest.raises(Refused, match=r"building it failed: CUDA out of memory.* 16 GiB$"):
         built.build(StagingMode.DEVICE, CPU)
-    assert parameters.get(model.attention.weight) is None
+    assert [tensor.numel() for tensor in made] == [0]
     assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
-    # the next build has memory
-    monkeypatch.setattr(ShadowParameters, "storage_for", original)
+    is_full = False
     built.build(StagingMode.DEVICE, CPU)
-    assert parameters.get(model.attention.weight) is not None
-
-
-def test_failed_shadow_frees_its_memory() -> None:
-    parameters = ShadowParameters()
-    shadow = Shadow(Model(), parameters, CPU)
-    parameters.forget()
-    assert all(tensor.numel() == 0 for _, _, tensor in shadow.pairs)
-    assert all(live.numel() for _, live, _ in shadow.pairs)
+    assert [tensor.numel() for tensor in made] == [0, 16, 4]
 
 
 def test_reserved_memory_of_replaced_tensor_is_freed() -> None:
     """A target's embeddings replace a draft's own after the reservation."""
     model = Model()
-    storage = reserve_storage(tensors_copied_by_shadow([model]), CPU)
+    storage = reserve_storage(weights_with_copies([model]), CPU)
     assert storage is not None
     replaced = weakref.ref(model.attention.weight)
     model.attention.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     model.cached = dict(model.named_parameters())
-    parameters = ShadowParameters(storage)
-    parameters.keep_reserved_for(tensors_copied_by_shadow([model]))
+    Reservation(StagingMode.DEVICE, storage).keep_for(weights_with_copies([model]))
     assert replaced() is None
-    assert len(storage) == 3
+    assert len(storage) == 1
 
 
 def test_forgotten_shadow_empties_torch_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,21 +396,24 @@ def test_forgotten_shadow_empties_torch_caches(monkeypatch: pytest.MonkeyPatch) 
     module = SimpleNamespace(empty_cache=lambda: given.append("device's"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("host's"))
-    shadows_of(Model(), ShadowParameters()).forget(torch.device("cuda"))
+    shadows_of(Model()).forget(torch.device("cuda"))
     assert given == ["device's", "host's"]
 
 
-def test_shadow_uses_reserved_memory() -> None:
+def test_whole_copies_use_reserved_memory() -> None:
     model = Model()
-    storage = reserve_storage(tensors_copied_by_shadow([model, model]), CPU)
+    storage = reserve_storage(weights_with_copies([model, model]), CPU)
     assert storage is not None
     kept = {id(k.original): k.storage.data_ptr() for k in storage.values()}
-    assert len(kept) == 4
+    assert len(kept) == 2
     # registered after the reservation: gets memory of its own
     model.attention.register_buffer("late", torch.ones(2))
-    shadow = Shadow(model, ShadowParameters(storage), CPU)
-    for name, live, tensor in shadow.pairs:
-        assert (tensor.data_ptr() == kept.get(id(live))) is not name.endswith("late")
+    shadows = shadows_of(model, Reservation(StagingMode.DEVICE, storage))
+    shadows.build(StagingMode.DEVICE, CPU)
+    form: Any = shadows.form
+    for name, live in weights_of(model):
+        copy = form._copy_of(Weight(name, live))
+        assert (copy.data_ptr() == kept.get(id(live))) is not name.endswith("late")
     assert storage == {}
 
 
@@ -443,7 +433,7 @@ def test_partial_reservation_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty_like", full)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    assert reserve_storage(tensors_copied_by_shadow([model]), CPU) is None
+    assert reserve_storage(weights_with_copies([model]), CPU) is None
     assert emptied == [True]
 
 

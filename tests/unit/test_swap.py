@@ -49,7 +49,7 @@ def test_content_swap_exchanges_values_in_place(weight: torch.Tensor) -> None:
     live, shadow = weight.clone(), torch.zeros_like(weight)
     pointers = live.data_ptr(), shadow.data_ptr()
     how = ContentSwap(CPU, SPARE_BYTES)
-    how.check("weight", live, shadow)
+    how.check("weight", live)
     with Operations() as done:
         how.swap(live, shadow)
     assert torch.equal(shadow, weight)
@@ -73,14 +73,14 @@ def test_weight_with_holes_is_refused() -> None:
     live = torch.arange(40.0).view(4, 10)[:, :5]
     how = ContentSwap(CPU, SPARE_BYTES)
     with pytest.raises(Unproven, match="'weight' cannot be staged: its memory has holes"):
-        how.check("weight", live, torch.empty_like(live))
+        how.check("weight", live)
 
 
 def test_weight_kept_on_the_host_is_refused() -> None:
     live = torch.zeros(4)
     how = ContentSwap(torch.device("meta"), SPARE_BYTES)
     with pytest.raises(Unproven, match="'weight' cannot be staged: it is kept on the host"):
-        how.check("weight", live, torch.zeros(4))
+        how.check("weight", live)
 
 
 def pairs_of(count: int) -> Pairs:

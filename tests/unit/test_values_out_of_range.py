@@ -102,7 +102,8 @@ def sparse_of(name: str, index: int, value: torch.Tensor) -> Tensors:
     return {f"{name}.indices": torch.tensor([index]), f"{name}.values": value.view(1)}
 
 
-def test_sparse_value_beyond_the_served_dtype_is_refused() -> None:
+def test_sparse_value_beyond_the_served_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "plans", True)
     rank = rank_of(StagingMode.CHANGES)
     with pytest.raises(Refused, match=r"tensor 'short' holds .* 'short' is torch\.float16"):
         rank.update(sparse_of("short", 2, torch.tensor(1e5)), partial=True, load_format=SPARSE)

@@ -16,11 +16,10 @@ from sglang_inflight.extensions.saves.manifest import name_of_rank
 from sglang_inflight.extensions.saves.tensors import parse_number
 from sglang_inflight.messages import SERVED, SavedFolderSource, SavedVersion
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
+from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.finished.places import Number
-from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.jobs import WHOLE_LOADERS
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import refresh_derived
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import Loaded
@@ -64,24 +63,16 @@ def load_saved(
 
         if in_place:
             _require_digest(folder, by_name, check_values, rate_limit, check)
-            for model in models:
-                model.begin_writing_saved()
         for name, tensor, _ in folder.read(rate_limit, check):
             model, weight = by_name[name]
-            if in_place:
-                for to, of in rate_limit.cut(weight.live.data, tensor):
-                    to.copy_(of)
-            else:
+            if not in_place:
                 check_values(name, tensor)
-                model.take_saved(weight, _laid_out_as(weight.live, tensor))
+            model.take_saved(weight, _laid_out_as(weight.live, tensor))
             count(tensor)
             tensors += 1
             nbytes += tensor.nbytes
         for model in models:
-            if in_place:
-                refresh_derived(model.runner.model)
-            else:
-                model.take_saved_numbers(numbers[model.role])
+            model.take_saved_numbers(numbers[model.role])
         manifest = folder.manifest
         saved = SavedVersion(save_id=manifest.save_id, weight_version=manifest.weight_version)
         return Loaded(saved, folder.saved.digest, tensors, nbytes)
@@ -89,7 +80,7 @@ def load_saved(
 
 def _refuse_finished(models: Sequence[ShadowedModel]) -> None:
     for model in models:
-        if isinstance(model.shadow, InPlaceModel) and model.shadow.finishes:
+        if why_not_shadowed(model.runner.model) is not None:
             raise Refused(
                 f"load_format {SERVED!r}: SGLang finishes the {model.role} model after loading, "
                 "and this update is written in place, by SGLang's own steps: send a checkpoint"

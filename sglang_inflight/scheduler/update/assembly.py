@@ -22,8 +22,8 @@ from sglang_inflight.scheduler.update.layout import find_layout
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, choose_rate
-from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
-from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
+from sglang_inflight.scheduler.update.reservation import Reservation, weights_with_copies
+from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.broadcast import post_ahead
@@ -78,20 +78,19 @@ def make_staging(
     ``Staging.can`` the models' too.
     """
     reservation: Reservation | None = scheduler.inflight_reservation
-    parameters = ShadowParameters(reservation.storage if reservation is not None else {})
+    reserved = reservation or Reservation(StagingMode.OFF)
     runners: list[tuple[str, ModelRunner]] = scheduler.weight_updater._select_runners("all")
     moves = flag_that_moves_experts(cast("ServerArgs", scheduler.server_args)) is not None
     models = [
         ShadowedModel(
             role,
             runner,
-            parameters,
             experts_move=moves,
             forward_caches=scheduler.inflight_forward_caches.get(id(runner.model)),
         )
         for role, runner in runners
     ]
-    parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
+    reserved.keep_for(weights_with_copies(runner.model for _, runner in runners))
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)
@@ -119,7 +118,7 @@ def make_staging(
             why_not=can.stage,
         )
     if mode is StagingMode.OFF:
-        parameters.keep_reserved_for(())
+        reserved.keep_for(())
     kv_tokens = cost.kv_tokens_by_form(nbytes, device.type, cost.kv_token_bytes(scheduler))
     cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker
@@ -144,7 +143,13 @@ def make_staging(
     budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(
         models,
-        Shadows(models, parameters, rate_limit, budget),
+        Shadows(
+            models,
+            reserved.storage_for,
+            rate_limit,
+            budget,
+            check_finite=settings.check_finite,
+        ),
         groups,
         metrics,
         mode=mode,

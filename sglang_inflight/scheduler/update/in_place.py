@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
-from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
+from sglang_inflight.scheduler.update.finished.places import Number, Place, tensors_of
+from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
+from sglang_inflight.scheduler.update.swap import NumberSwap
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -18,7 +22,7 @@ Places = dict[Place, torch.Tensor]
 
 
 class InPlaceModel:
-    """Replaces ``Shadow`` in the mode ``off``: the loader writes the live model.
+    """Written in place, in the mode ``off``: the loader writes the live model.
 
     SGLang may finish a model after loading: it changes the layout, replaces a loaded parameter, or
     computes a product of two. Such a model is restored to the loader's parameters, written, and
@@ -37,15 +41,23 @@ class InPlaceModel:
         finishes: bool,
         holds_graphs: bool,
         owners: Sequence[nn.Module] = (),
+        on_announce: Callable[[], None] = lambda: None,
+        on_write: Callable[[], None] = lambda: None,
     ) -> None:
         """``finishes``: SGLang changes the model after loading it. ``owners``: models that own
         the weights shared with ``model``.
+
+        ``on_announce`` is called before the first write of an update, while the model is as served,
+        and ``on_write`` before each.
         """
         self.model = model
         self.finishes = finishes
         self._device = device
         self._holds_graphs = holds_graphs
         self._owners = owners
+        self._on_announce = on_announce
+        self._on_write = on_write
+        self.numbers: list[NumberSwap] = []
         # written, and not finished
         self.is_open = False
         # written since the update's begin
@@ -54,26 +66,26 @@ class InPlaceModel:
         self._before: Places = {}
 
     @property
-    def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The current parameters, each paired with itself: finishing may replace them."""
-        return ((name, weight, weight) for name, weight in weights_of(self.model))
+    def weights(self) -> Iterator[Weight]:
+        """The current parameters: finishing may replace them."""
+        return (Weight(name, weight) for name, weight in weights_of(self.model))
 
-    @property
-    def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        return []
+    derived: tuple[Weight, ...] = ()
+    recorder = None
+    # all ranks do the same between the same two steps
+    communicates = True
 
-    def begin(self) -> None:
-        """Begin an update."""
+    def begin(self, replay: Replay | None, *, is_partial: bool) -> None:
         self.was_written = False
 
-    def find_derived(self) -> None:
-        """Return None: derived tensors are live already."""
+    def announce(self) -> None:
+        if not self.is_open:
+            self._on_announce()
 
     def note_write(self, write: Write) -> None:
         self.open()
 
     def targets(self) -> dict[int, Target]:
-        """Return all memory in reach of the model's loader, by ``memory_key``."""
         found = {
             memory_key(tensor): Target(Kind.DERIVED, str(place))
             for place, tensor in tensors_of(self.model).items()
@@ -95,20 +107,35 @@ class InPlaceModel:
                 self._before = {at: t.detach() for at, t in tensors_of(self.model).items()}
 
     def restore(self) -> None:
-        """Undo SGLang's finishing before the first tensor, unless an update failed half way."""
-        if self.finishes and not self.is_open:
+        if not self.finishes:
+            return
+        self._on_write()
+        # an update that failed half way has undone it
+        if not self.is_open:
             self.open()
             DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
 
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], *, from_disk: bool) -> Any:
+        if from_disk:
+            # SGLang renames the tensors of some formats when it reads them from disk
+            return DefaultModelLoader.load_weights_only(self.model, weights, self._device)
+        loader: Any = self.model
+        return loader.load_weights(weights)
+
     def write_directly(self) -> None:
-        """Note that tensors are copied to parameters past the model's loader."""
         self._is_direct = True
 
-    def finish(self, *, was_loaded: bool) -> None:
-        """Finish the written model. ``was_loaded`` is false if no loader wrote the model.
+    def finish_complete(self) -> None:
+        pass
 
-        Raise ``Refused`` if captured graphs would read memory of no weight.
-        """
+    def end_call(self) -> None:
+        pass
+
+    def seal(self, *, was_loaded: bool) -> None:
+        # a model without a new tensor is finished already, and must not be finished twice
+        if not self.is_open:
+            return
+        self._on_write()
         self.is_open = False
         if self.finishes:
             if self._is_direct or not was_loaded:
@@ -123,6 +150,26 @@ class InPlaceModel:
                 "the old memory: restart the server, or serve this model with "
                 "--disable-cuda-graph"
             )
+
+    def unwritten(self, name: str) -> int:
+        # names are counted
+        return 0
+
+    def describe_numbers(self, *, as_staged: bool) -> str:
+        return ""
+
+    def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
+        self.announce()
+        self._on_write()
+        self.open()
+        weight.live.data.copy_(new)
+
+    def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
+        if numbers:
+            raise Refused("the model has no numbers made by finishing")
+
+    def forget(self) -> None:
+        pass
 
 
 def _restore_addresses(before: Places, now: Places) -> list[str]:

@@ -37,12 +37,9 @@ from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.checks.coverage import (
     can_mark,
     count_marked,
-    holds_stray,
     mark,
-    stray_refusal,
 )
 from sglang_inflight.scheduler.update.checks.digest import digest_of
-from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.finished.kv_scales import (
     are_copied,
     describe_change,
@@ -50,7 +47,6 @@ from sglang_inflight.scheduler.update.finished.kv_scales import (
     kv_scales_of,
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place
-from sglang_inflight.scheduler.update.forms import read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
@@ -201,14 +197,9 @@ class Jobs:
                     model.restore()
         if self._mode_of(update) is StagingMode.OFF:
             return Opened(in_place=True)
-        form = self._shadows.form
-        form.begin()
+        self._shadows.form.begin()
         for model in models:
             model.expect(update.check)
-        for model, weight in self._weights(update.roles):
-            if not model.is_planned(weight.name):
-                keeps = self._is_partial(update, model) or model.finishes
-                form.add(weight, keeps=keeps, check=update.check)
         return Opened(in_place=False)
 
     def fill(
@@ -351,26 +342,10 @@ class Jobs:
             self._check_all_sent(update, whole)
             whole = set()
             for model in models:
-                model.finish(was_loaded=was_loaded)
+                model.seal(was_loaded=was_loaded)
         elif was_loaded:
-            form = self._shadows.form
-            # other servers' weights are as they are
-            check_finite = self._check_finite and update.saved_digest is None
-            form.show_as_served()
             for model in models:
-                model.refuse_if_derived()
-                for name, live, shadow in model.shadow.derived_pairs:
-                    self._shadows.swap.check(name, live, shadow)
-                    for new, served in self._rate_limit.cut(shadow, live):
-                        if holds_stray(new, served, check_finite=check_finite):
-                            raise stray_refusal(name)
-                if (
-                    model.role in whole
-                    and model.checkpoint_shapes
-                    and not self._unsent(update, {model.role})
-                ):
-                    model.keep_weights_not_in_checkpoints(update.check)
-            form.close(check_finite=check_finite)
+                model.seal(was_loaded=True)
         digest = self._read_through(update, shadowed, whole)
         if update.saved_digest not in (None, digest):
             raise Refused(
@@ -386,7 +361,7 @@ class Jobs:
             raise Refused(reason)
         swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
         checkpoints = self._checkpoints(update)
-        staged_as = self._shadows.form.describe()
+        staged_as = self._shadows.describe()
         names = {m.role: frozenset(update.names.get(m.role, ())) for m in models}
         update.sealed = Sealed(digest, swap, checkpoints, missing, staged_as, names)
         self._metrics.observe_changes(staged_as)
@@ -480,20 +455,11 @@ class Jobs:
     def _prepare_swap(self, update: Update) -> PreparedSwap:
         if self._mode_of(update) is StagingMode.OFF:
             return PreparedSwap()
-        derived = [
-            (live, shadow)
-            for model in self._models
-            if model.role in update.roles
-            for _, live, shadow in model.shadow.derived_pairs
-        ]
+        models = [model for model in self._models if model.role in update.roles]
         weights = [weight for _, weight in self._weights(update.roles)]
-        numbers = [
-            number
-            for model in self._models
-            if isinstance(model.shadow, FinishedModel) and model.role in update.roles
-            for number in model.shadow.numbers
-        ]
-        return self._shadows.form.prepare(weights, derived, numbers)
+        weights += [weight for model in models for weight in model.kind.derived]
+        numbers = [number for model in models for number in model.kind.numbers]
+        return self._shadows.form.prepare(weights, numbers)
 
     def _changed_kv_scale(self, models: Iterable[ShadowedModel]) -> str | None:
         """Return the first KV scale that the update changes, with its values; None if it keeps all.
@@ -501,8 +467,7 @@ class Jobs:
         Raise ``Refused`` if it would change nothing, because the KV pool has its own copy.
         """
         for model in models:
-            swaps = model.shadow.numbers if isinstance(model.shadow, FinishedModel) else []
-            swaps = [swap for swap in swaps if is_kv_scale(swap.place)]
+            swaps = [swap for swap in model.kind.numbers if is_kv_scale(swap.place)]
             now: dict[Place, Number] = {swap.place: swap.other for swap in swaps}
             served: dict[Place, Number]
             if self._kv_scales is None:
@@ -615,7 +580,7 @@ class Jobs:
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.
 
-        Raise ``Refused`` if the same reading finds an unwritten element in a ``whole`` role.
+        Raise ``Refused`` if a weight of a ``whole`` role was not written whole.
         """
         if self._mode_of(update) is StagingMode.OFF and not whole:
             # requests wait for this digest
@@ -625,25 +590,21 @@ class Jobs:
             ]
             return digest_of(served, update.check)
         digest = Digest()
+        came_all = {r for r in whole if self._has_checkpoint(r) and not self._unsent(update, {r})}
         for model, weight in self._weights(self._all_roles):
             name = f"{model.role}.{weight.name}"
-            is_whole, is_planned = model.role in whole, model.is_planned(weight.name)
-            if is_whole and is_planned and (missing := model.missing(weight.name)):
-                raise self._incomplete(update, whole, weight, missing)
-            if model.role in shadowed:
-                counts = is_whole and not is_planned
-                read = self._shadows.form.read(digest, name, weight, counts=counts)
+            if model.role in whole:
+                missing = model.missing(weight, came_all=model.role in came_all)
+                if missing:
+                    raise self._incomplete(update, whole, weight, missing)
+            if model.role in shadowed and self._mode_of(update) is not StagingMode.OFF:
+                read = self._shadows.form.read(digest, name, weight)
             else:
-                read = read_live(digest, name, weight, self._rate_limit)
-            unwritten = 0
-            for count in read:
+                read = _read_live(digest, name, weight, self._rate_limit)
+            for _ in read:
                 update.check()
-                unwritten += count
-            if unwritten:
-                raise self._incomplete(update, whole, weight, unwritten)
         for model in self._models:
-            if isinstance(model.shadow, FinishedModel):
-                digest.add(model.shadow.describe_numbers(as_staged=model.role in shadowed))
+            digest.add(model.kind.describe_numbers(as_staged=model.role in shadowed))
         return digest.hexdigest()
 
     def _incomplete(
@@ -682,11 +643,14 @@ class Jobs:
         """
         wanted, seen = set(roles), set[int]()
         for model in self._models:
-            for name, live, shadow in model.shadow.pairs:
-                is_first = id(shadow) not in seen
-                seen.add(id(shadow))
+            for weight in model.kind.weights:
+                is_first = id(weight.live) not in seen
+                seen.add(id(weight.live))
                 if is_first and model.role in wanted:
-                    yield model, Weight(name, live, shadow)
+                    yield model, weight
+
+    def _has_checkpoint(self, role: str) -> bool:
+        return any(model.role == role and model.checkpoint_shapes for model in self._models)
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
         # a draft loads its part of the target's tensors and keeps its other weights
@@ -713,6 +677,15 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
+
+
+def _read_live(
+    digest: Digest, name: str, weight: Weight, rate_limit: RateLimit
+) -> Iterator[torch.Tensor]:
+    """Read a weight that the update leaves alone, and yield its pieces."""
+    for piece in digest.read(name, weight.live):
+        rate_limit.spend(piece.nbytes)
+        yield piece
 
 
 def _may_change_nothing(update: Update) -> bool:

@@ -9,12 +9,8 @@ import torch
 
 from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.scheduler.collectives import min_over_ranks
-from sglang_inflight.scheduler.update.changes.handles import Handle
-from sglang_inflight.vocabulary.errors import BadSetting
 
 logger = logging.getLogger(__name__)
-
-_NO_HANDLES = "/proc/self/pagemap does not show here which memory was written"
 
 # Memory that must stay free beside the shadow, as a share of the shadow.
 MARGIN = 0.05
@@ -35,12 +31,10 @@ def choose_mode(
     """Return the mode set, or under ``auto`` the best with enough memory. Log the reason.
 
     ``nbytes`` is the size of this rank's weights. ``why_not`` is why the weights cannot be staged,
-    or None. Raises ``BadSetting`` if the mode set is ``changes``, and this system has no use of it.
+    or None.
     """
     if wanted != "auto":
         mode, reason = StagingMode[wanted.upper()], "as set"
-        if mode is StagingMode.CHANGES and not Handle.is_supported():
-            raise BadSetting(f"SGLANG_INFLIGHT_STAGING=changes: {_NO_HANDLES}")
     elif why_not is not None:
         mode, reason = StagingMode.OFF, why_not
     else:
@@ -51,14 +45,9 @@ def choose_mode(
 
 
 def _best(nbytes: int, device: torch.device) -> tuple[StagingMode, str]:
-    takes_changes = Handle.is_supported()
-    if device.type != "cpu" and takes_changes:
+    if device.type != "cpu":
         return StagingMode.CHANGES, "a second copy of the weights would take the KV cache's memory"
     needed, free = int(nbytes * (1 + MARGIN)), available_to_this_rank()
     reason = f"{needed >> 20} MiB needed for a second copy, {free >> 20} MiB free for this rank"
-    if not takes_changes:
-        reason = f"{reason}; {_NO_HANDLES}"
-    if free >= needed:
-        # a commit of whole copies exchanges pointers on a CPU, and no elements
-        return StagingMode.DEVICE if device.type == "cpu" else StagingMode.HOST, reason
-    return StagingMode.CHANGES if takes_changes else StagingMode.OFF, reason
+    # a commit of whole copies exchanges pointers on a CPU, and no elements
+    return StagingMode.DEVICE if free >= needed else StagingMode.CHANGES, reason

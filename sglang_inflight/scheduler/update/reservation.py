@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +17,11 @@ from sglang_inflight.hooking import BEFORE, SCHEDULER, hook
 from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
-from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import device_of, why_stale
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
+from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.settings import Settings
-from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -37,12 +35,34 @@ if TYPE_CHECKING:
         inflight_forward_caches: dict[int, ForwardCaches]
 
 
+class ReservedStorage(NamedTuple):
+    """Storage for a copy of ``original``. A reference to ``original`` keeps its id unique."""
+
+    original: torch.Tensor
+    storage: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Reservation:
     """The reserved ``storage`` by the id of its tensor; a tensor made later has none."""
 
     mode: StagingMode
     storage: dict[int, ReservedStorage] = field(default_factory=dict)
+
+    def keep_for(self, originals: Iterable[torch.Tensor]) -> None:
+        """Free the storage reserved for tensors other than ``originals``."""
+        used = {id(original) for original in originals}
+        for unused in self.storage.keys() - used:
+            del self.storage[unused]
+
+    def storage_for(self, original: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return storage like ``original`` on ``device``, reserved or new."""
+        kept = self.storage.pop(id(original), None)
+        if kept is not None and _are_alike(original, kept.storage):
+            return kept.storage
+        # pinned on the host, so that copies from and to a device do not block the host
+        pinned = device.type == "cpu" and original.device.type != "cpu"
+        return torch.empty_like(original.data, device=device, pin_memory=pinned)
 
 
 @hook(f"{SCHEDULER}.init_memory_pools", BEFORE)
@@ -65,7 +85,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     device = device_of(models[0])
     if device.type == "cpu":
         return None
-    weights = tensors_copied_by_shadow(models)
+    weights = weights_with_copies(models)
     nbytes = sum(weight.nbytes for weight in weights)
     why_not = capabilities.of(scheduler.server_args).stage or next(
         filter(None, map(why_stale, models)), None
@@ -114,23 +134,11 @@ def reserve_storage(
     return None
 
 
-def tensors_copied_by_shadow(models: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Return the tensors with a copy in a shadow, each once, even if shared with a draft.
-
-    A tensor in a weight's memory becomes a view of the weight's shadow, and no copy.
-    """
-    models = list(models)
+def weights_with_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the weights of ``models``, each once, even if shared with a draft."""
     weights = {id(weight): weight for model in models for _, weight in weights_of(model)}
-    memory = {memory_key(weight) for weight in weights.values()}
-    others: dict[int, torch.Tensor] = {}
-    for model in models:
-        device = next(model.parameters()).device
-        others |= {
-            id(tensor): tensor
-            for module in model.modules()
-            for _, value in attributes_of(module)
-            for tensor in tensors_in(value)
-            # a scale kept on the host stays there
-            if tensor.device == device and memory_key(tensor) not in memory
-        }
-    return [*weights.values(), *others.values()]
+    return [*weights.values()]
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype

@@ -1,11 +1,11 @@
-"""Shadow weights: a second set of storage that a model's own loader can fill."""
+"""A shadow: a clone of a model for the model's own loader, with other memory."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,116 +23,39 @@ from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Refused
 
 
-class ReservedStorage(NamedTuple):
-    """Storage for the shadow of ``original``. A reference to ``original`` keeps its id unique."""
-
-    original: torch.Tensor
-    storage: torch.Tensor
-
-
-class ShadowParameters:
-    """The shadow storage of one rank, by the id of the shadowed tensor.
-
-    All models of the rank use one object: a weight shared by a draft and its target has one
-    shadow.
-    """
-
-    def __init__(self, reserved: dict[int, ReservedStorage] | None = None) -> None:
-        self._reserved = reserved or {}
-        self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
-        # pairs of original and shadow, by the storage of either
-        self._weights: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def get(self, original: torch.Tensor) -> Any:
-        """Return the shadow of ``original``, or None if there is none yet."""
-        known = self._by_original.get(id(original))
-        return None if known is None else known[1]
-
-    def add(self, original: torch.Tensor, shadow: torch.Tensor, *, is_weight: bool) -> None:
-        self._by_original[id(original)] = original, shadow
-        if is_weight:
-            self._note_weight((original, shadow))
-
-    def reindex(self) -> None:
-        """Index the pairs anew before an update: a commit on a CPU exchanges their memory."""
-        pairs = {id(pair[1]): pair for found in self._weights.values() for pair in found}
-        self._weights = {}
-        for pair in pairs.values():
-            self._note_weight(pair)
-            yield_gil()
-
-    def _note_weight(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        for tensor in pair:
-            self._weights.setdefault(memory_key(tensor), []).append(pair)
-
-    def lies_in_a_weight(self, tensor: torch.Tensor) -> bool:
-        return memory_key(tensor) in self._weights
-
-    def view_like(self, view: torch.Tensor) -> torch.Tensor | None:
-        """Return the same view of the shadow if ``view`` lies in a weight, else None."""
-        for original, shadow in self._weights.get(memory_key(view), ()):
-            offset = view.storage_offset() - original.storage_offset()
-            if offset >= 0 and span_of(view) + offset <= span_of(original):
-                return shadow.data.as_strided(
-                    view.shape, view.stride(), shadow.storage_offset() + offset
-                )
-        return None
-
-    def keep_reserved_for(self, originals: Iterable[torch.Tensor]) -> None:
-        """Free the storage reserved for tensors other than ``originals``."""
-        used = {id(original) for original in originals}
-        for unused in self._reserved.keys() - used:
-            del self._reserved[unused]
-
-    def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
-        """Return storage like ``original`` on the device ``storage``, reserved or new."""
-        kept = self._reserved.pop(id(original), None)
-        if kept is not None and _are_alike(original, kept.storage):
-            return kept.storage
-        # pinned on the host, so that copies from and to a device do not block the host
-        pinned = storage.type == "cpu" and original.device.type != "cpu"
-        return torch.empty_like(original.data, device=storage, pin_memory=pinned)
-
-    def forget(self) -> None:
-        """Free all memory, even of shadows still referenced elsewhere."""
-        for original, shadow in self._by_original.values():
-            if shadow is not original:
-                shadow.data = shadow.data.new_empty(0)
-        self._by_original.clear()
-        self._weights.clear()
-        self._reserved.clear()
-
-
 class Shadow:
-    """A structural clone of a model, with tensors in storage of their own.
+    """A structural clone of a model, with tensors in memory of their own.
 
     Every module is a shallow copy. Shadows replace parameters and buffers, and keep the class,
     attributes, loader and ties of the originals. Tensors, parameters and modules in plain
     attributes are replaced too, and so are modules with a bound loader. So the clone's
     ``load_weights`` loads fused, sharded, tied and stacked parameters as the model's does, and
-    reaches nothing of the live model. A commit exchanges the weights, and the tensors derived from
-    them in place. ``find_derived`` finds any other change made by loading.
+    reaches nothing of the live model. ``find_derived`` finds what loading has changed besides
+    tensors in place.
 
-    Owners: the staging thread writes the shadows while an update is open. After the seal only the
-    scheduler's thread touches them, in a ``PreparedSwap``. The commit's message orders the two.
+    One thread uses a shadow: the one that runs the loader.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: ShadowParameters,
         storage: torch.device,
         handle_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        foreign: Container[str] = (),
     ) -> None:
-        """``handle_for`` returns what stands for a weight, if not a copy in ``storage``."""
+        """``handle_for`` returns what stands for a weight, if not a copy in ``storage``.
+
+        ``foreign``: names of weights that another model owns. Writes to them are left out.
+        """
         self._handle_for = handle_for
-        self._parameters = parameters
+        self._foreign = foreign
         self._storage = storage
         self._live = model
+        # originals, kept so that ids stay unique, and shadows by the original's id
+        self._shadows: dict[int, tuple[torch.Tensor, Any]] = {}
+        # weights and their shadows by the memory of either
+        self._at: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._modules: dict[int, nn.Module] = {}
-        # ids of shadows made here, and of shadows shared with an earlier model
-        self._own: set[int] = set()
-        self._shared: set[int] = set()
         self.model: nn.Module = self._clone(model)
         shadows = dict(weights_of(self.model))
         # (name, live, shadow) of each distinct parameter and persistent buffer
@@ -164,7 +87,10 @@ class Shadow:
             for place, (value, _) in self._placed.items():
                 self._placed[place] = value, self._checksum_of(value)
         self._written.clear()
-        self._parameters.reindex()
+        self._at = {}
+        for _, live, shadow in self.pairs:
+            self._note_weight(live, shadow)
+            yield_gil()
         self._derived_at = {memory_key(own): at for at, (_, _, own) in enumerate(self._derived)}
         # held until ``find_derived``: no other tensor can get this memory
         self._memory = {id(shadow): shadow.detach() for _, _, shadow in self.pairs}
@@ -181,8 +107,8 @@ class Shadow:
             found[memory_key(shadow)] = Target(Kind.DERIVED, name)
         for name, live, shadow in self.pairs:
             found[memory_key(live)] = Target(Kind.SERVED, name)
-            is_foreign = id(shadow) in self._shared
-            found[memory_key(shadow)] = Target(Kind.FOREIGN if is_foreign else Kind.WEIGHT, name)
+            kind = Kind.FOREIGN if name in self._foreign else Kind.WEIGHT
+            found[memory_key(shadow)] = Target(kind, name)
             yield_gil()
         return found
 
@@ -192,8 +118,8 @@ class Shadow:
             self._written.add(self._derived_at[write.memory])
 
     @property
-    def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, live tensor and shadow of each derived tensor for the commit to exchange."""
+    def derived(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, live tensor and shadow of each tensor besides the weights that was written."""
         return [self._derived[at] for at in sorted(self._written)]
 
     def find_derived(self) -> str | None:
@@ -207,9 +133,9 @@ class Shadow:
             yield_gil()
         memory.clear()
         exchanged: set[int] = set()
-        for name, kept, _ in self.derived_pairs:
+        for name, kept, _ in self.derived:
             # the commit would exchange one memory twice
-            if self._parameters.lies_in_a_weight(kept) or memory_key(kept) in exchanged:
+            if self._lies_in_a_weight(kept) or memory_key(kept) in exchanged:
                 return name
             exchanged.add(memory_key(kept))
         for name, module in modules_of(self._live):
@@ -246,7 +172,7 @@ class Shadow:
         return "" if isinstance(value, float) else checksum(self._no_weights_in(value))
 
     def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
-        return [t for t in tensors_in(value) if not self._parameters.lies_in_a_weight(t)]
+        return [t for t in tensors_in(value) if not self._lies_in_a_weight(t)]
 
     def _clone(self, module: nn.Module) -> nn.Module:
         if id(module) in self._modules:
@@ -291,7 +217,7 @@ class Shadow:
                 for live, shadow in zip(*both, strict=True):
                     if live.is_meta or id(shadow) in known:
                         continue
-                    if self._parameters.lies_in_a_weight(shadow):
+                    if self._lies_in_a_weight(shadow):
                         continue
                     known.add(id(shadow))
                     self._derived.append((called, live, shadow))
@@ -299,16 +225,35 @@ class Shadow:
     def _shadow_of(self, value: torch.Tensor | nn.Module) -> Any:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
-        known = self._parameters.get(value)
+        known = self._known(value)
         if known is None:
-            known = self._parameters.view_like(value)
+            known = self._view_like(value)
         return self._copy(value) if known is None else known
 
+    def _known(self, original: torch.Tensor) -> Any:
+        found = self._shadows.get(id(original))
+        return None if found is None else found[1]
+
+    def _note_weight(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        for tensor in live, shadow:
+            self._at.setdefault(memory_key(tensor), []).append((live, shadow))
+
+    def _lies_in_a_weight(self, tensor: torch.Tensor) -> bool:
+        return memory_key(tensor) in self._at
+
+    def _view_like(self, view: torch.Tensor) -> torch.Tensor | None:
+        """Return the same view of the shadow if ``view`` lies in a weight, else None."""
+        for original, shadow in self._at.get(memory_key(view), ()):
+            offset = view.storage_offset() - original.storage_offset()
+            if offset >= 0 and span_of(view) + offset <= span_of(original):
+                return shadow.data.as_strided(
+                    view.shape, view.stride(), shadow.storage_offset() + offset
+                )
+        return None
+
     def _shadow_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        known: nn.Parameter | None = self._parameters.get(parameter)
+        known: nn.Parameter | None = self._known(parameter)
         if known is not None:
-            if id(known) not in self._own:
-                self._shared.add(id(known))
             return known
         shadow: nn.Parameter = torch.Tensor._make_subclass(
             type(parameter),
@@ -322,8 +267,8 @@ class Shadow:
             is_property = hasattr(type(parameter), "weight_loader")
             slot = "_weight_loader" if is_property else "weight_loader"
             setattr(shadow, slot, self._bound_to_the_clone(loader))
-        self._parameters.add(parameter, shadow, is_weight=True)
-        self._own.add(id(shadow))
+        self._shadows[id(parameter)] = parameter, shadow
+        self._note_weight(parameter, shadow)
         return shadow
 
     def _bound_to_the_clone(self, loader: Any) -> Any:
@@ -335,26 +280,23 @@ class Shadow:
         return load
 
     def _shadow_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        known: torch.Tensor | None = self._parameters.get(buffer)
+        known: torch.Tensor | None = self._known(buffer)
         if known is None:
             known = self._storage_for(buffer)
-            if self._handle_for is None:
-                known.copy_(buffer.detach())
-            self._parameters.add(buffer, known, is_weight=True)
+            self._shadows[id(buffer)] = buffer, known
+            self._note_weight(buffer, known)
         return known
 
     def _storage_for(self, weight: torch.Tensor) -> torch.Tensor:
         if self._handle_for is not None:
             return self._handle_for(weight)
-        return self._parameters.storage_for(weight, self._storage)
+        return torch.empty_like(weight.data, device=self._storage)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = self._storage
         # a scale kept on the host stays there
-        if storage.type not in ("cpu", "meta"):
-            storage = tensor.device
-        shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
-        self._parameters.add(tensor, shadow, is_weight=False)
+        is_device = self._storage.type not in ("cpu", "meta")
+        shadow = tensor.detach().to(tensor.device if is_device else self._storage, copy=True)
+        self._shadows[id(tensor)] = tensor, shadow
         return shadow
 
 
@@ -369,6 +311,14 @@ def refresh_derived(model: nn.Module) -> None:
             module.refresh_gemma_weight()
         if hasattr(module, "_scale_fused"):
             module.fuse_scale()
+
+
+def derives(model: nn.Module) -> bool:
+    """Return whether ``refresh_derived`` has something to do."""
+    return any(
+        hasattr(module, "refresh_gemma_weight") or hasattr(module, "_scale_fused")
+        for module in model.modules()
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""One model of a rank, the target or a draft, with its shadow."""
+"""One model of a rank, the target or a draft, in updates."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
@@ -29,7 +28,6 @@ from sglang_inflight.scheduler.update.checks.configuration import StartConfigura
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
-    Recorder,
     Write,
     without_threads,
 )
@@ -62,20 +60,15 @@ from sglang_inflight.scheduler.update.finished.remembered import name_recipe, re
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
-from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
+from sglang_inflight.scheduler.update.loaded_model import Derives, LoadedModel
 from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
 from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, paced, use_one_core
-from sglang_inflight.scheduler.update.shadow import (
-    Shadow,
-    ShadowParameters,
-    refresh_derived,
-    refuse_shared_memory,
-    weights_of,
-)
+from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import (
     Shapes,
@@ -98,6 +91,7 @@ from sglang_inflight.vocabulary.errors import (
     Unproven,
     describe,
     list_names,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -109,13 +103,12 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ShadowedModel:
-    """Loads tensors into the shadow of one model, or in place. Used on the staging thread."""
+    """Loads the tensors of updates for one model. Used on the staging thread."""
 
     def __init__(
         self,
         role: str,
         runner: ModelRunner,
-        parameters: ShadowParameters,
         *,
         experts_move: bool = False,
         forward_caches: ForwardCaches | None = None,
@@ -130,13 +123,12 @@ class ShadowedModel:
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
         self.configuration = StartConfiguration.of(runner)
-        self._parameters = parameters
         self.forward_caches = forward_caches or ForwardCaches(runner.model)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         # called with the numbers of audited tensors, and of those that differ from their plan
         self.on_audit: Callable[[int, int], None] = _count_nothing
-        self._shadow: Shadow | FinishedModel | InPlaceModel | None = None
+        self._kind: KindOfModel | None = None
         # the model before loading, if SGLang finishes it after loading; None if it does not
         self._pristine: nn.Module | None = None
         self._recipe: Recipe | None = None
@@ -150,15 +142,13 @@ class ShadowedModel:
         self._is_unplannable = False
         self._finding: Proving[Plan] | None = None
         self._replay: Replay | None = None
-        # memory of weights that another model owns, by ``memory_key``
-        self._foreign: set[int] = set()
+        # names of weights that another model owns
+        self._foreign: frozenset[str] = frozenset()
         # written since the start's or a commit's checkpoint, and what the open update writes: a
         # checkpoint, something else, or nothing (None)
         self._is_written_otherwise = False
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
-        # whether the model's loader has got a tensor of the open update
-        self._was_asked = False
         self._form: Form | None = None
         self._checkpoint_shapes: Shapes | None = None
         self._kinds: dict[str, PlanKind] = {}
@@ -166,8 +156,6 @@ class ShadowedModel:
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
         self._tied = TiedHead()
-        # memory of the weights written by this update
-        self._written: set[int] = set()
         # names of what the loader has written besides weights, in any update
         self._derived_by_loads: set[str] = set()
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
@@ -425,84 +413,83 @@ class ShadowedModel:
         if self.role == "target":
             check_configuration(folder, self.runner, self.configuration, warn)
 
-    def build_shadow(
+    def build(
         self,
-        mode: StagingMode,
         device: torch.device,
         owners: Sequence[nn.Module],
-        form: Form,
+        form: Form | None,
         rate_limit: RateLimit,
+        scratch_bytes: int,
+        *,
+        check_finite: bool,
     ) -> None:
-        """Build the shadow at the first update: a server without updates pays nothing.
+        """Build what updates load into, at the first one: a server without updates pays nothing.
 
         ``owners`` are the rank's models before this model. They own the weights shared with it.
+        ``form``: None in the mode ``off``. ``check_finite``: tensors with NaN are refused.
         """
-        if self._shadow is not None:
+        if self._kind is not None:
             return
         self._form, self._rate_limit = form, rate_limit
         model = self.runner.model
-        if mode is StagingMode.OFF:
-            self._shadow = InPlaceModel(
+        if form is None:
+            self._kind = InPlaceModel(
                 model,
                 device,
                 finishes=why_not_shadowed(model) is not None,
                 holds_graphs=_holds_graphs(self.runner),
                 owners=owners,
+                on_announce=self._note_announced,
+                on_write=lambda: self.on_write(),
             )
-            return
-        storage = torch.device("cpu") if mode is StagingMode.HOST else device
-        if self._pristine is not None:
+        elif self._pristine is not None:
             assert self._recipe is not None
-            self._shadow = FinishedModel(
+            self._kind = FinishedModel(
                 self._pristine,
                 model,
                 self._recipe,
-                self._parameters,
                 form,
                 device=device,
-                storage=storage,
                 rate_limit=rate_limit,
                 holds_graphs=_holds_graphs(self.runner),
                 owners=owners,
+                check_finite=check_finite,
             )
         else:
-            refuse_shared_memory(model)
-            self._shadow = Shadow(model, self._parameters, storage, form.handle_for)
-            self._foreign = memory_of(owners)
+            memory, ids = memory_of(owners), {id(w) for o in owners for _, w in weights_of(o)}
+            self._foreign = frozenset(
+                name for name, w in weights_of(model) if id(w) in ids or memory_key(w) in memory
+            )
+            self._kind = LoadedModel(
+                model, self._foreign, form, rate_limit, scratch_bytes, check_finite=check_finite
+            )
 
     @property
-    def shadow(self) -> Shadow | FinishedModel | InPlaceModel:
-        assert self._shadow is not None
-        return self._shadow
+    def kind(self) -> KindOfModel:
+        assert self._kind is not None
+        return self._kind
 
     def forget_loaded(self) -> None:
         """Give back what a dropped update has loaded, and not staged."""
         self._held.clear()
         if self._replay is not None:
             self._replay.forget()
-        if isinstance(self._shadow, FinishedModel):
-            self._shadow.forget()
+        if self._kind is not None:
+            self._kind.forget()
 
     @property
     def was_written(self) -> bool:
         """Whether the open update has written the model in place, finished or not."""
-        return isinstance(self._shadow, InPlaceModel) and self._shadow.was_written
+        return self._kind is not None and self._kind.was_written
 
-    def forget_shadow(self) -> None:
-        """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""
-        self._shadow = self._form = self._replay = None
+    def forget_built(self) -> None:
+        """Forget what ``build`` has made; the next update builds it anew."""
+        self._kind = self._form = self._replay = None
 
     @property
     def holds_graphs(self) -> bool:
         """Whether captured graphs hold addresses of the model's tensors."""
         return _holds_graphs(self.runner)
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        if isinstance(self._shadow, FinishedModel):
-            # the loader writes raw weights
-            return None
-        return self._form.recorder if self._form is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -565,37 +552,21 @@ class ShadowedModel:
             )
 
     def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
-        """Stage ``new``, of the layout of ``weight``, for all of it, past the model's loader."""
-        assert self._form is not None
+        """Take ``new``, of the layout of ``weight``, for all of it, past the model's loader."""
         if self._replay is not None:
             self._replay.give_up(weight.name)
-        if isinstance(self.shadow, FinishedModel):
-            self.shadow.take_saved({weight.name: new}, {})
-            return
         self._writes_checkpoint = False
-        self._form.put(weight, new)
-        self._written.add(memory_key(weight.shadow))
+        self.kind.take_saved(weight, new)
 
     def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
         """Stage the numbers that finishing has made, by place. Raises ``Refused`` for others."""
-        if isinstance(self.shadow, FinishedModel):
-            self.shadow.take_saved({}, numbers)
-        elif numbers:
-            raise Refused(f"the {self.role} model has no numbers made by finishing")
+        self.kind.take_saved_numbers(numbers)
 
-    def begin_writing_saved(self) -> None:
-        """Prepare the live model for tensors that are written past its loader."""
-        assert isinstance(self.shadow, InPlaceModel)
-        self._note_write_in_place(is_checkpoint=False)
-        self.on_write()
-        self.shadow.open()
-
-    def _note_write_in_place(self, is_checkpoint: bool) -> None:
-        assert isinstance(self.shadow, InPlaceModel)
-        if not self.shadow.is_open:
-            # no forward runs any more until the commit
-            self.forward_caches.find()
-        self._is_written_otherwise, self._writes_checkpoint = True, is_checkpoint
+    def _note_announced(self) -> None:
+        """Note that an update is about to write the served model."""
+        # no forward runs any more until the commit
+        self.forward_caches.find()
+        self._is_written_otherwise = True
 
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update: forget the tensors of the last one.
@@ -603,37 +574,24 @@ class ShadowedModel:
         ``is_partial``: elements that are not sent keep their values.
         """
         self._held.clear()
-        self._written.clear()
         self._is_partial, self._writes_checkpoint = is_partial, None
-        self._was_asked = False
         self._tied = TiedHead()
         self._quantizer.begin()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_loader_reads", None)
-        shadow = self.shadow
-        if self._replay is None and self._plan is not None and not isinstance(shadow, InPlaceModel):
-            self._replay = self._make_replay(self._plan, shadow)
-        by_memory = None
-        if isinstance(shadow, FinishedModel):
-            # the weights of a module that another model owns are not finished here either
-            planned = self._plan.writers if self._plan is not None else ()
-            shadow.begin(is_partial=is_partial, planned=planned)
-            by_memory = shadow.siblings(self._replay.places) if self._replay is not None else None
-        else:
-            shadow.begin()
+        if self._replay is None and self._plan is not None and self._form is not None:
+            self._replay = self._make_replay(self._plan, self._form)
         if self._replay is not None:
-            self._replay.begin(keeps=is_partial, by_memory=by_memory)
+            self._replay.begin()
+        self.kind.begin(self._replay, is_partial=is_partial)
 
-    def _make_replay(self, plan: Plan, shadow: Shadow | FinishedModel) -> Replay:
-        assert self._form is not None
-        weights = {name: Weight(name, *both) for name, *both in shadow.pairs}
-        owned = {name for name, w in weights.items() if memory_key(w.live) in self._foreign}
-        if isinstance(shadow, FinishedModel):
-            owned |= plan.writers.keys() - weights.keys()
-        plan = plan.without(owned)
+    def _make_replay(self, plan: Plan, form: Form) -> Replay:
+        weights = {weight.name: weight for weight in self.kind.weights}
+        planned = frozenset(plan.writers)
+        plan = plan.without(self._foreign | (planned - weights.keys()))
         audit = Audit(plan, self._pristine or self.runner.model, self._rate_limit)
-        return Replay(plan, weights, self._form, audit, self._rate_limit)
+        return Replay(plan, weights, form, audit, self._rate_limit, planned)
 
     def _leave_to_loader(self, difference: Differs) -> None:
         """Let weights go by the loader from the next update on."""
@@ -650,30 +608,40 @@ class ShadowedModel:
 
     def expect(self, check: Callable[[], None]) -> None:
         """Make the form ready for all weights. ``check`` raises to give up."""
-        if self._replay is not None:
-            self._replay.expect(check)
+        assert self._form is not None
+        for weight in self.kind.weights:
+            check()
+            if weight.name not in self._foreign:
+                is_whole = self._replay is not None and self._replay.is_whole(weight.name)
+                self._form.expect(weight, keeps=self._is_partial or not is_whole)
 
-    def is_planned(self, weight: str) -> bool:
-        """Return whether the open update writes ``weight`` by moves alone, or not at all."""
-        return self._replay is not None and self._replay.has(weight)
+    def missing(self, weight: Weight, *, came_all: bool) -> int:
+        """Return how many elements of ``weight`` the open update did not bring.
 
-    def missing(self, weight: str) -> int:
-        """Return how many elements of a planned ``weight`` the open update did not bring."""
-        return self._replay.missing(weight) if self._replay is not None else 0
+        ``came_all``: all tensors of the start's checkpoint came. The model itself has set a weight
+        that none of them wrote, at its construction.
+        """
+        if self._replay is not None and self._replay.has(weight.name):
+            return self._replay.missing(weight.name)
+        unwritten = self.kind.unwritten(weight.name)
+        return 0 if came_all and unwritten == weight.live.numel() else unwritten
 
-    def finish(self, *, was_loaded: bool = True) -> None:
-        """Finish a model written in place. ``was_loaded``: the model's own loader wrote it."""
-        # a model without a new tensor is finished already, and must not be finished twice
-        if isinstance(self.shadow, InPlaceModel) and self.shadow.is_open:
-            self.on_write()
-            self.shadow.finish(was_loaded=was_loaded)
+    def seal(self, *, was_loaded: bool) -> None:
+        """Make what the update makes of its tensors. Raise ``Refused`` if it has no use for one.
+
+        ``was_loaded`` is false if no tensor came, and something else wrote the served model.
+        """
+        try:
+            self.kind.seal(was_loaded=was_loaded)
+        except Derives as derives:
+            self.derived = derives.name
+            raise Refused(why_not_staged(self.role, derives.name)) from None
+        if self.was_written:
             self.forward_caches.note_loaded()
 
     def restore(self) -> None:
-        """Undo SGLang's finishing, before a load or something else writes in place."""
-        if isinstance(self.shadow, InPlaceModel) and self.shadow.finishes:
-            self.on_write()
-            self.shadow.restore()
+        """Undo SGLang's finishing, before something else writes in place."""
+        self.kind.restore()
 
     def refuse_if_unfinished(self) -> None:
         """Raise ``Refused`` if the next forward would not use a received tensor."""
@@ -684,42 +652,6 @@ class ShadowedModel:
                 "together with other tensors, which were not sent"
             )
         self._tied.refuse_if_not_the_embeddings()
-
-    def refuse_if_derived(self) -> None:
-        """Raise ``Refused`` if a loader wrote something out of a commit's reach."""
-        if isinstance(self.shadow, FinishedModel):
-            if self._written or (self._replay is not None and self._replay.has_moved):
-                with torch.no_grad():
-                    self.shadow.finish()
-            return
-        if isinstance(self.shadow, Shadow) and self._written:
-            with torch.no_grad():
-                self._refresh(self.shadow)
-        if isinstance(self.shadow, Shadow) and not self._was_asked:
-            return
-        if (name := self.shadow.find_derived()) is not None:
-            self.derived = name
-            raise Refused(why_not_staged(self.role, name))
-
-    def _refresh(self, shadow: Shadow) -> None:
-        """Recompute the clone's tensors derived from weights."""
-        with Dataflow(shadow.targets(), before_write=shadow.note_write, recorder=self._recorder):
-            refresh_derived(shadow.model)
-
-    def keep_weights_not_in_checkpoints(self, check: Callable[[], None]) -> None:
-        """Stage the live values of weights that no checkpoint brings.
-
-        All tensors of the start's checkpoint were received. So the model itself set any unwritten
-        weight at its construction.
-        """
-        assert self._form is not None
-        if self.finishes:
-            # finishing has made them
-            return
-        for name, live, shadow in self.shadow.pairs:
-            check()
-            if memory_key(shadow) not in self._written and not self.is_planned(name):
-                self._form.keep_if_unwritten(Weight(name, live, shadow))
 
     def read_checkpoint_shapes(self, check: Callable[[], None]) -> None:
         """Read ``checkpoint_shapes`` once; ``check`` raises when it is time to give up."""
@@ -776,30 +708,19 @@ class ShadowedModel:
         dtype. The default belongs to the whole process: meanwhile the loop makes a request's
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
-        if isinstance(self.shadow, InPlaceModel):
-            self._note_write_in_place(isinstance(source, DiskSource) and not self._is_partial)
-        else:
-            is_whole = isinstance(source, DiskSource) and not self._is_partial
-            self._writes_checkpoint = is_whole and self._writes_checkpoint is not False
+        kind = self.kind
+        kind.announce()
+        is_whole = isinstance(source, DiskSource) and not self._is_partial
+        self._writes_checkpoint = is_whole and self._writes_checkpoint is not False
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in OF_CHECKPOINT
         if load_format == DIRECT:
             self._refuse_if_laid_out_anew()
-        if is_sparse(source):
-            if self.finishes:
-                raise Refused(
-                    f"load_format 'sparse': SGLang finishes the {self.role} model after loading, "
-                    "and the loaded form of its weights is gone: send whole tensors"
-                )
-            # NaN is what was not sent
-            check_finite = False
         dataflow = Dataflow(
             {},
             before_write=self._before_write,
-            before_read=self._before_read if self._replay is not None else None,
             rate_limit=rate_limit,
-            communicates=isinstance(self.shadow, InPlaceModel),
-            is_sparse=is_sparse(source),
+            communicates=kind.communicates,
         )
         checks = TensorChecks(
             checkpoint_shapes=self.checkpoint_shapes if is_checkpoint else {},
@@ -811,23 +732,24 @@ class ShadowedModel:
             check_finite=check_finite,
             rate_limit=rate_limit,
         )
-        self._checks, self._is_sparse = checks, is_sparse(source)
         replay = self._replay if is_checkpoint else None
-        if self._is_sparse:
+        if replay is not None:
+            replay.begin_call(check_finite=check_finite)
+        if is_sparse(source):
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
             found = pair_up(weights, self.checkpoint_shapes, said)
-            weights = self._filled_in(found, replay, checks)
+            self._take_sparse(found, replay, checks)
+            return checks
+        self._checks = checks
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
                 weights,
-                is_sparse=self._is_sparse,
                 check_finite=check_finite,
                 rate_limit=rate_limit,
                 counts=checks.quantized,
             )
-        if replay is not None and not self._is_sparse:
-            replay.begin_call(check_finite=check_finite)
+        if replay is not None:
             weights = self._without_planned(weights, replay, checks)
         watched = checks.watch(weights, again=self._held)
         try:
@@ -835,15 +757,13 @@ class ShadowedModel:
             # not before the first tensor: a failure until then has changed nothing.
             first = list(itertools.islice(watched, 1))
             if first:
-                self.restore()
-            if first or replay is None:
-                self._was_asked = True
-                with self._leaving_out_nan():
-                    dataflow.aim_at(self.shadow.targets(), self._recorder)
-                    with dataflow:
-                        chained = itertools.chain(first, watched)
-                        self._load(source, load_format, self._one_at_a_time(chained))
-                        self._finish_complete()
+                kind.restore()
+                dataflow.aim_at(kind.targets(), kind.recorder)
+                with dataflow:
+                    chained = itertools.chain(first, watched)
+                    self._load(source, load_format, self._one_at_a_time(chained))
+                    kind.finish_complete()
+                kind.end_call()
             # a loader may stop before the end: check the rest, which is not loaded
             for _ in watched:
                 pass
@@ -851,11 +771,6 @@ class ShadowedModel:
                 replay.end_call()
                 self.on_audit(replay.audit.take_count(), 0)
             self._held = checks.finish()
-            if self._is_sparse and self._held:
-                raise Refused(
-                    f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
-                    "together with other tensors: send the sparse parts of all in one call"
-                )
         except Differs as difference:
             self._leave_to_loader(difference)
             raise Refused(str(difference)) from None
@@ -867,19 +782,22 @@ class ShadowedModel:
                 raise
             raise checks.explain(error) from error
         finally:
-            del self._checks, self._is_sparse
+            del self._checks
         return checks
 
-    def _filled_in(
+    def _take_sparse(
         self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
-    ) -> Weights:
-        """Move the planned ones of ``found``, and yield the others whole."""
+    ) -> None:
         for sparse in found:
-            if replay is not None and replay.take_sparse(sparse):
-                checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
-            else:
-                checks.note_magnitude(sparse.name, sparse.largest)
-                yield sparse.name, sparse.fill_in()
+            self._quantizer.refuse_sparse(sparse.name)
+            if replay is None or not replay.take_sparse(sparse):
+                why = self._plan.by_loader.get(sparse.name) if self._plan is not None else None
+                raise Refused(
+                    f"load_format 'sparse': {shorten(sparse.name)!r} goes by the {self.role} "
+                    f"model's loader, which takes whole tensors ({why or 'it has no load plan'}): "
+                    "send whole tensors"
+                )
+            checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
 
     def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
         """Move the planned ones of ``weights``, and yield the others."""
@@ -896,71 +814,40 @@ class ShadowedModel:
     def _one_at_a_time(self, weights: Weights) -> Weights:
         for name, tensor in weights:
             yield without_threads(name, tensor)
-            self._finish_complete()
-
-    def _finish_complete(self) -> None:
-        if isinstance(self.shadow, FinishedModel):
-            self.shadow.finish_complete()
+            self.kind.finish_complete()
 
     def _before_write(self, write: Write) -> None:
         if write.target.kind is Kind.DERIVED:
             self._derived_by_loads.add(write.target.name)
-        if write.target.kind is Kind.DERIVED and self._is_sparse:
-            raise Refused(
-                f"load_format 'sparse': the model's loader computes {write.target.name!r} from "
-                "what is sent: send whole tensors"
-            )
         if write.target.kind is Kind.WEIGHT:
             self._checks.refuse_wrong_dtype(write)
             self._checks.refuse_too_large(write)
-            if self._replay is not None:
-                self._before_read(write.memory)
-            self._written.add(write.memory)
-        self.shadow.note_write(write)
+        self.kind.note_write(write)
         self.on_write()
 
-    def _before_read(self, memory: int) -> None:
-        assert self._replay is not None
-        with Dataflow.untraced():
-            left = self._replay.leave(memory)
-        if isinstance(self.shadow, FinishedModel):
-            self.shadow.leave(left)
-
-    def _leaving_out_nan(self) -> AbstractContextManager[None]:
-        assert self._form is not None
-        return self._form.leaving_out_nan() if self._is_sparse else nullcontext()
-
     def _load(self, source: LoadedSource, load_format: str | None, weights: Weights) -> Any:
-        model: Any = self.shadow.model
-        if isinstance(source, DiskSource) and not isinstance(self.shadow, Shadow):
-            # SGLang renames the tensors of some formats when it reads them from disk
-            device = self._live_device
-            return DefaultModelLoader.load_weights_only(model, weights, device)
         if load_format in OF_CHECKPOINT:
-            return model.load_weights(weights)
+            return self.kind.load(weights, from_disk=isinstance(source, DiskSource))
         if load_format == DIRECT:
             return self._load_direct(weights)
         if load_format in self.runner.weight_updater.custom_weight_loaders:
-            return dynamic_import(load_format)(model, weights)
+            return dynamic_import(load_format)(self.kind.model, weights)
         raise Refused(f"load_format {load_format!r} is not known for tensors")
 
     def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors to the parameters of the same names. Shapes are those of this shard."""
-        if isinstance(self.shadow, InPlaceModel):
-            self.shadow.write_directly()
-        parameters = dict(self.shadow.model.named_parameters())
+        self.kind.write_directly()
+        parameters = dict(self.kind.model.named_parameters())
         for name, tensor in weights:
             default_weight_loader(parameters[name], tensor)
 
     def _refuse_if_laid_out_anew(self) -> None:
-        if not isinstance(self.shadow, Shadow):
-            reason = why_laid_out_anew(self.runner.model)
-            if reason is not None:
-                raise Refused(
-                    f"load_format {DIRECT!r} writes the parameters of the {self.role} model past "
-                    f"SGLang's own loading, and {reason}: send the checkpoint's tensors without "
-                    "load_format"
-                )
+        if (reason := why_laid_out_anew(self.runner.model)) is not None:
+            raise Refused(
+                f"load_format {DIRECT!r} writes the parameters of the {self.role} model past "
+                f"SGLang's own loading, and {reason}: send the checkpoint's tensors without "
+                "load_format"
+            )
 
     def _is_needed(self, name: str) -> bool:
         """Return whether the model's loader uses the tensor ``name`` of its checkpoint."""

@@ -1,8 +1,8 @@
-"""The shadows of all models of a rank."""
+"""What the updates of a rank's models are staged in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -11,11 +11,13 @@ from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.swap import Swap, swap_for
+from sglang_inflight.scheduler.update.swap import swap_for
 from sglang_inflight.storages import give_back_freed
+from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
+
+StorageFor = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 
 class Shadows:
@@ -28,22 +30,24 @@ class Shadows:
     def __init__(
         self,
         models: Sequence[ShadowedModel],
-        parameters: ShadowParameters,
+        storage_for: StorageFor,
         rate_limit: RateLimit,
         budget: Budget,
+        *,
+        check_finite: bool,
     ) -> None:
+        """``storage_for`` returns memory for a copy of a tensor, on a device.
+
+        ``check_finite``: see ``ShadowedModel.build``.
+        """
         self._models = models
-        self._parameters = parameters
+        self._storage_for = storage_for
         self._rate_limit = rate_limit
         self._budget = budget
-        self._swap: Swap | None = None
+        self._check_finite = check_finite
         self._form: Form | None = None
+        self._copies: WholeCopies | None = None
         self._built_as: StagingMode | None = None
-
-    @property
-    def swap(self) -> Swap:
-        assert self._swap is not None
-        return self._swap
 
     @property
     def form(self) -> Form:
@@ -51,7 +55,7 @@ class Shadows:
         return self._form
 
     def build(self, mode: StagingMode, device: torch.device) -> None:
-        """Build all shadows. Raise ``Refused`` on a failure; the next call tries again."""
+        """Build for all models. Raise ``Refused`` on a failure; the next call tries again."""
         if self._built_as is mode:
             return
         if self._built_as is not None:
@@ -65,28 +69,47 @@ class Shadows:
 
     def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
         try:
-            if mode is not StagingMode.OFF:
-                self._swap = swap_for(device)
-            if mode is StagingMode.CHANGES:
-                assert self._swap is not None
-                recording = Recording(self._budget, self._rate_limit)
-                form: Form = Changes(recording, self._swap, self._rate_limit)
-            else:
-                form = WholeCopies(mode, self._swap, self._rate_limit)
+            self._form = self._make_form(mode, device)
             owners: list[nn.Module] = []
             for model in self._models:
-                model.build_shadow(mode, device, tuple(owners), form, self._rate_limit)
+                model.build(
+                    device,
+                    tuple(owners),
+                    self._form,
+                    self._rate_limit,
+                    self._budget.windows,
+                    check_finite=self._check_finite,
+                )
                 owners.append(model.runner.model)
-            self._form = form
         except Exception as error:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None
 
+    def _make_form(self, mode: StagingMode, device: torch.device) -> Form | None:
+        if mode is StagingMode.OFF:
+            return None
+        swap = swap_for(device)
+        if mode is StagingMode.CHANGES:
+            return Changes(Recording(self._budget, self._rate_limit), swap, self._rate_limit)
+        storage = torch.device("cpu") if mode is StagingMode.HOST else device
+        self._copies = WholeCopies(
+            mode, swap, self._rate_limit, lambda live: self._storage_for(live, storage)
+        )
+        return self._copies
+
+    def describe(self) -> StagedChanges:
+        """Return this rank's part of the receipt."""
+        return self._form.describe() if self._form is not None else StagedChanges(form="off")
+
     def forget(self, device: torch.device) -> None:
-        """Free all shadows; the next update builds them anew."""
-        self._swap = self._form = self._built_as = None
+        """Free all memory; the next update builds anew."""
         for model in self._models:
-            model.forget_shadow()
-        self._parameters.forget()
+            model.forget_built()
+        if self._form is not None:
+            # cycles of modules and loaders may hold the form
+            self._form.begin()
+        if self._copies is not None:
+            self._copies.free()
+        self._form = self._copies = self._built_as = None
         if device.type != "cpu":
             give_back_freed(device)

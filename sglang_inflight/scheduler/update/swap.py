@@ -35,7 +35,7 @@ SPARE_BYTES = 64 << 20
 class Swap(Protocol):
     """Swaps two tensors of one shape and dtype."""
 
-    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+    def check(self, name: str, live: torch.Tensor) -> None:
         """Raise ``Unproven`` if ``swap`` would fail, or forwards might read both versions."""
 
     def prepare(self, pairs: Pairs) -> Callable[[], None]:
@@ -54,9 +54,9 @@ class PointerSwap:
     def __init__(self, contents: ContentSwap) -> None:
         self._contents = contents
 
-    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+    def check(self, name: str, live: torch.Tensor) -> None:
         # a view may be made at any time, and contents are swapped then
-        self._contents.check(name, live, shadow)
+        self._contents.check(name, live)
 
     def prepare(self, pairs: Pairs) -> Callable[[], None]:
         return _Pointers(pairs, self._contents)
@@ -108,7 +108,7 @@ class ContentSwap:
     def __init__(self, device: torch.device, spare_bytes: int) -> None:
         self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=device)
 
-    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+    def check(self, name: str, live: torch.Tensor) -> None:
         if live.device.type == "cpu" and self._spare.device.type != "cpu":
             # copies between two places of the host are not ordered by the device's stream
             raise Unproven(f"{name!r} cannot be staged: it is kept on the host")

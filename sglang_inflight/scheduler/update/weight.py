@@ -10,11 +10,10 @@ from sglang_inflight.scheduler.update.plans.moves import Box
 
 
 class Weight(NamedTuple):
-    """A weight, and what a loader addresses in its place."""
+    """A served tensor that a commit exchanges, and its name."""
 
     name: str
     live: torch.Tensor
-    shadow: torch.Tensor
 
 
 class Moved(NamedTuple):

@@ -180,27 +180,40 @@ def count_changes(part: Part, live: torch.Tensor) -> int:
 
 def without_range(part: Part, start: int, end: int) -> list[Part]:
     """Return ``part`` without its values in the range from ``start`` to ``end``."""
-    rest = _without_range(part, start - part.start, end - part.start)
-    if part.values.is_pinned():
-        # indexing does not give pinned memory
-        for one in rest:
-            one.move_to_host()
-    return rest
+    first, last = start - part.start, end - part.start
+    if part.offsets is not None:
+        at = part.positions()
+        return _at_pinned(part, _only(part, at, (at < first) | (at >= last)))
+    rest = []
+    if first > 0:
+        rest.append(Part(part.start, first, part.values[:first].clone()))
+    if last < part.length:
+        rest.append(Part(part.start + last, part.length - last, part.values[last:].clone()))
+    return _at_pinned(part, rest)
 
 
-def _without_range(part: Part, first: int, last: int) -> list[Part]:
-    if part.offsets is None:
-        rest = []
-        if first > 0:
-            rest.append(Part(part.start, first, part.values[:first].clone()))
-        if last < part.length:
-            rest.append(Part(part.start + last, part.length - last, part.values[last:].clone()))
-        return rest
+def without_positions(part: Part, positions: torch.Tensor, live: torch.Tensor) -> list[Part]:
+    """Return ``part`` without its values at ``positions``, int64, in ``live`` as it is served."""
     at = part.positions()
-    keeps = (at < first) | (at >= last)
+    keeps = ~torch.isin(at + part.start, positions.to(at.device))
+    if part.offsets is None:
+        served = bits_of(live)[part.start : part.start + part.length].to(at.device)
+        keeps &= part.values != served
+    return _at_pinned(part, _only(part, at, keeps))
+
+
+def _only(part: Part, at: torch.Tensor, keeps: torch.Tensor) -> list[Part]:
     if not bool(keeps.any()):
         return []
     return [encode(part.start, part.length, at[keeps], part.values[keeps])]
+
+
+def _at_pinned(part: Part, rest: list[Part]) -> list[Part]:
+    """Pin ``rest`` if ``part`` is: indexing does not give pinned memory."""
+    if part.values.is_pinned():
+        for one in rest:
+            one.move_to_host()
+    return rest
 
 
 def put_into(part: Part, memory: torch.Tensor, start: int = 0) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from sglang_inflight.storages import span_of
+
 
 class Intervals:
     """A set of positions, as disjoint half-open ranges in ascending order."""
@@ -53,6 +55,32 @@ class Intervals:
         for begin, end in zip(begins, ends, strict=True):
             self.add(start + begin, start + end)
 
+    def add_view(self, view: torch.Tensor, width: int) -> None:
+        """Add the elements of ``view``, counted in elements of ``width`` bytes of its memory.
+
+        A view of other elements counts if it is one range.
+        """
+        if view.itemsize != width or view.is_contiguous():
+            if view.is_contiguous():
+                start = int(view.storage_offset()) * view.itemsize
+                self.add(start // width, (start + view.nbytes) // width)
+            return
+        self.add_where(int(view.storage_offset()), _mask_of(view))
+
+    def has_view(self, view: torch.Tensor, width: int) -> bool:
+        """Return whether all elements of ``view`` are in the set, counted as in ``add_view``."""
+        first = int(view.storage_offset()) * view.itemsize // width
+        end = -(-(int(view.storage_offset()) + span_of(view)) * view.itemsize // width)
+        at = bisect_right(self._starts, first) - 1
+        if first >= end or (at >= 0 and end <= self._ends[at]):
+            return True
+        if view.itemsize != width or view.is_contiguous():
+            return False
+        missing = _mask_of(view)
+        for start, stop in zip(self._starts, self._ends, strict=True):
+            missing[max(0, start - first) : max(0, stop - first)] = False
+        return not bool(missing.any())
+
     def overlaps(self, start: int, end: int) -> bool:
         at = bisect_right(self._ends, start)
         return start < end and at < len(self._starts) and self._starts[at] < end
@@ -66,3 +94,10 @@ class Intervals:
     def __len__(self) -> int:
         """Return the number of positions."""
         return sum(self._ends) - sum(self._starts)
+
+
+def _mask_of(view: torch.Tensor) -> torch.Tensor:
+    """Return which elements of its span ``view`` has, as a row of booleans."""
+    mask = torch.zeros(span_of(view), dtype=torch.bool)
+    mask.as_strided(view.shape, view.stride()).fill_(True)
+    return mask

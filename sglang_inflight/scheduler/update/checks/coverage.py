@@ -1,8 +1,7 @@
-"""Proves that an update wrote every element of every parameter.
+"""Marks elements without contents, and finds NaN.
 
-Fused parameters are loaded piece by piece, so counting names proves nothing about them.
-Instead the shadow is filled with a bit pattern that no trainer sends: a NaN with a payload.
-An element with this pattern at the end was not written.
+Several updates may fill weights without contents, in place. So these are filled with a bit pattern
+that no trainer sends: a NaN with a payload. An element with this pattern was not written.
 """
 
 from __future__ import annotations
@@ -54,25 +53,17 @@ def count_marked(tensor: torch.Tensor) -> int:
     return int(marks_in(tensor).sum())
 
 
-def holds_stray(new: torch.Tensor, served: torch.Tensor, *, check_finite: bool) -> bool:
-    """Return whether ``new`` holds a mark, or NaN where ``served`` has none.
-
-    Marks may be left in what a loader makes of elements before these are sent. NaN counts with
-    ``check_finite`` only: then no tensor of an update holds it.
-    """
+def holds_stray(new: torch.Tensor, served: torch.Tensor) -> bool:
+    """Return whether ``new`` holds NaN where ``served`` has none."""
     if not can_mark(new) or is_finite(new):
         return False
-    stray = marks_in(new)
-    if check_finite:
-        stray |= new.isnan() & ~served.to(new.device).isnan()
-    return bool(stray.any())
+    return bool((new.isnan() & ~served.to(new.device).isnan()).any())
 
 
 def stray_refusal(name: str) -> Refused:
     return Refused(
-        f"loading the update leaves NaN in {name!r}, which no tensor brings: the model's loader "
-        "computes with elements before they are sent. SGLANG_INFLIGHT_STAGING=off writes updates "
-        "in place instead"
+        f"loading the update leaves NaN in {name!r}, which no tensor brings: the model's loader, "
+        "or its finishing, computes it"
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.scheduler.update.checks.mixing import Mixing
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key, range_of
 from sglang_inflight.vocabulary.errors import Refused
@@ -27,6 +26,12 @@ COMMUNICATION = ("c10d", "_c10d_functional")
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 _ITEM = torch.ops.aten._local_scalar_dense.default
+# these write every element of their first argument, and read none of its elements
+OVERWRITES = frozenset(
+    f"aten::{name}" for name in ("copy_", "fill_", "zero_", "uniform_", "normal_")
+)
+# words in the names of operations that write the elements at some positions
+_BY_POSITIONS = ("index", "scatter", "masked", "put_")
 
 
 class Kind(enum.Enum):
@@ -57,7 +62,10 @@ class Write(NamedTuple):
     dtype: torch.dtype
     copied: torch.dtype | None
     # the received tensors that it is written from
-    names: frozenset[str] = frozenset()
+    names: frozenset[str]
+    # the written elements, and whether the operation sets each of them
+    view: torch.Tensor
+    sets_all: bool
 
 
 Targets = Mapping[int, Target]
@@ -66,11 +74,20 @@ Targets = Mapping[int, Target]
 class Recorder(Protocol):
     """Takes part in operations on the memory of weights, before each."""
 
-    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
-        """Make ``to.copy_(of)`` in the recorder's own way. Return False if torch shall make it."""
+    def read(self, view: torch.Tensor) -> None:
+        """Prepare the memory of ``view``: an operation will read it."""
 
-    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Prepare the memory of ``tensors``: an operation will read or write it."""
+    def copy(self, to: torch.Tensor, of: torch.Tensor, *, is_received: bool) -> bool:
+        """Make ``to.copy_(of)`` in the recorder's own way. Return False if torch shall make it.
+
+        ``is_received``: all elements of ``of`` are as received.
+        """
+
+    def write(self, view: torch.Tensor, *, sets_all: bool, reads: bool) -> None:
+        """Prepare the memory of ``view``: an operation will write it.
+
+        ``sets_all``: it sets each element of the view. ``reads``: it uses what is there.
+        """
 
 
 class _Received:
@@ -106,8 +123,7 @@ class Dataflow(TorchDispatchMode):
     has taken the last one.
 
     A write to a ``SERVED`` target raises ``Refused`` out of the loader's operation, before the
-    operation runs. So does a write of mixed elements to a weight, if the tensors are sparse
-    (``mixing.py``).
+    operation runs.
     """
 
     def __init__(
@@ -115,29 +131,21 @@ class Dataflow(TorchDispatchMode):
         targets: Targets,
         *,
         before_write: Callable[[Write], None],
-        before_read: Callable[[int], None] | None = None,
         rate_limit: RateLimit | None = None,
         recorder: Recorder | None = None,
         communicates: bool = False,
-        is_sparse: bool = False,
     ) -> None:
         """``before_write`` is called before each write to a weight or to derived memory.
 
-        ``before_read`` is called before an operation reads a weight, with the weight's memory
-        (``memory_key``).
-
         ``communicates``: all ranks do the same between the same two steps, so operations may wait
-        for other ranks. Others raise ``Refused``. ``is_sparse``: received tensors have NaN where
-        nothing was sent.
+        for other ranks. Others raise ``Refused``.
         """
         super().__init__()
         self._targets = targets
         self._before_write = before_write
-        self._before_read = before_read
         self._rate_limit = rate_limit
         self._recorder = recorder
         self._communicates = communicates
-        self._mixing = Mixing(self._is_sent, self._is_weight) if is_sparse else None
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
@@ -158,8 +166,6 @@ class Dataflow(TorchDispatchMode):
         if is_alone or key not in self._received:
             self._received[key] = _Received()
         self._computed.pop(key, None)
-        if self._mixing is not None:
-            self._mixing.forget(key)
         self._received[key].add(name, tensor)
         self._names.add(name)
         self._current = name
@@ -205,65 +211,73 @@ class Dataflow(TorchDispatchMode):
         for at, value in (*enumerate(args), *kwargs.items()):
             (written_tensors if at in written else read).extend(tensors_of(value))
         names, is_known = self._origin(read)
-        if self._before_read is not None:
-            for tensor in read:
-                if self._is_weight(tensor):
-                    self._before_read(memory_key(tensor))
         if func in (_COPY, _FILL) and not read:
             # SGLang's loader writes a weight of one element so
             names = self._as_numbers
-        mixes = self._mixing is not None and self._mixing.mixes(func, read, written_tensors)
+        is_received = self._is_copy_of_received(func, read)
+        if self._recorder is not None:
+            in_place = written_tensors if _reads_itself(func) else []
+            reads = [t for t in read if self._is_weight(t)]
+            reads += [t for t in in_place if self._is(Kind.WEIGHT, t)]
+            for tensor in reads:
+                self._recorder.read(tensor)
         for tensor in written_tensors:
             target = self._targets.get(memory_key(tensor))
             if target is None:
                 continue
-            if mixes and target.kind is Kind.WEIGHT:
-                raise Mixing.refusal(names or {target.name})
-            copied = read[0].dtype if self._is_copy_of_received(func, read) else None
-            self._reach(target, tensor, names, is_known, copied)
+            copied = read[0].dtype if is_received else None
+            self._reach(
+                Write(
+                    target,
+                    memory_key(tensor),
+                    tensor.dtype,
+                    copied,
+                    names,
+                    tensor,
+                    _sets_all(func),
+                ),
+                is_known,
+            )
             if target.kind is Kind.FOREIGN:
                 # an in-place operation returns its first argument
                 return args[0]
-        if self._is_recorded(func, args, written_tensors, read):
+        if self._is_recorded(func, args, written_tensors, is_received=is_received):
             result = args[0]
         elif func is _COPY and self._rate_limit is not None and written_tensors and read:
             copy_in_pieces(self._rate_limit, args[0], args[1], *args[2:], **kwargs)
             result = args[0]
         else:
             result = func(*args, **kwargs)
-        self._follow(func, result, written_tensors, read, names, mixes=mixes)
+        self._follow(func, result, written_tensors, read, names)
         return result
 
-    def _is_sent(self, tensor: torch.Tensor) -> bool:
-        return bool(self._origin([tensor])[0])
-
     def _is_recorded(
-        self, func: Any, args: Any, written: list[torch.Tensor], read: list[torch.Tensor]
+        self, func: Any, args: Any, written: list[torch.Tensor], *, is_received: bool
     ) -> bool:
-        """Return whether the operation is a copy or a fill that the recorder has recorded."""
-        if self._recorder is None:
-            return False
-        read = [tensor for tensor in read if self._is_weight(tensor)]
+        """Return whether the operation is a copy or a fill that the recorder has made."""
         written = [t for t in written if t.numel() and self._is_weight(t)]
-        if read:
-            self._recorder.touch(read)
-        if not written:
+        if self._recorder is None or not written:
             return False
-        source = args[1] if func in (_COPY, _FILL) else None
-        if source is not None and not isinstance(source, torch.Tensor):
-            # SGLang's embeddings fill their padding, and torch copies numbers, too
-            source = torch.full((), source, dtype=args[0].dtype, device=args[0].device)
-        if source is not None and self._recorder.copy(args[0], source):
-            return True
-        self._recorder.touch([*written, *read])
+        if func in (_COPY, _FILL):
+            source = args[1]
+            if not isinstance(source, torch.Tensor):
+                # SGLang's embeddings fill their padding, and torch copies numbers, too
+                source = torch.full((), source, dtype=args[0].dtype, device=args[0].device)
+            if self._recorder.copy(args[0], source, is_received=is_received):
+                return True
+        for tensor in written:
+            self._recorder.write(tensor, sets_all=_sets_all(func), reads=_reads_itself(func))
         return False
 
     def _is_copy_of_received(self, func: Any, read: list[torch.Tensor]) -> bool:
         return func is _COPY and len(read) > 0 and memory_key(read[0]) in self._received
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return self._is(Kind.WEIGHT, tensor) or self._is(Kind.FOREIGN, tensor)
+
+    def _is(self, kind: Kind, tensor: torch.Tensor) -> bool:
         target = self._targets.get(memory_key(tensor))
-        return target is not None and target.kind in (Kind.WEIGHT, Kind.FOREIGN)
+        return target is not None and target.kind is kind
 
     def _origin(self, tensors: list[torch.Tensor]) -> tuple[frozenset[str], bool]:
         """Return the received tensors behind ``tensors``, and whether all origins are known."""
@@ -280,23 +294,18 @@ class Dataflow(TorchDispatchMode):
                 is_known = is_known and key in self._targets
         return names, is_known
 
-    def _reach(
-        self,
-        target: Target,
-        tensor: torch.Tensor,
-        names: frozenset[str],
-        is_known: bool,
-        copied: torch.dtype | None,
-    ) -> None:
+    def _reach(self, write: Write, is_known: bool) -> None:
+        target = write.target
         if target.kind is Kind.SERVED:
             raise Refused(
                 f"the model's loader writes {target.name!r} where it is being served, and not only "
                 "its staged copy: SGLANG_INFLIGHT_STAGING=off writes updates in place instead"
             )
+        names = write.names
         if target.kind is Kind.WEIGHT and not names and not is_known:
             names = frozenset(self._names if self._current is None else {self._current})
         if target.kind is not Kind.FOREIGN:
-            self._before_write(Write(target, memory_key(tensor), tensor.dtype, copied, names))
+            self._before_write(write._replace(names=names))
         self.reached |= names
 
     def _follow(
@@ -306,37 +315,24 @@ class Dataflow(TorchDispatchMode):
         written: list[torch.Tensor],
         read: list[torch.Tensor],
         names: frozenset[str],
-        *,
-        mixes: bool,
     ) -> None:
         for tensor in written:
             key = memory_key(tensor)
             if key not in self._targets and key not in self._received:
                 self._computed[key] = self._computed.get(key, frozenset()) | names
         results = list(tensors_of(result))
-        if self._mixing is not None:
-            others = (t for t in written if memory_key(t) not in self._targets)
-            self._mixing.follow(others, read, mixes=mixes)
         if not results and read:
-            if self._mixing is not None and names:
-                self._mixing.refuse_number(result, names, mixes=mixes)
             # a number: no target shows its use, so its tensors count as used
             self.reached |= names
             if func is _ITEM:
                 self._as_numbers |= names
             return
         inputs = {memory_key(tensor) for tensor in (*written, *read)}
-        made: list[torch.Tensor] = []
         for tensor in results:
             key = memory_key(tensor)
             if key not in inputs:
-                made.append(tensor)
                 self._received.pop(key, None)
                 self._computed[key] = names
-                if self._mixing is not None:
-                    self._mixing.forget(key)
-        if self._mixing is not None:
-            self._mixing.follow(made, read, mixes=mixes)
 
 
 def without_threads(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -347,6 +343,20 @@ def without_threads(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]
     """
     tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
     return name, tensor
+
+
+@functools.cache
+def _sets_all(func: Any) -> bool:
+    """Return whether an operation sets each element of what it writes."""
+    name: str = func._schema.name
+    return func.namespace == "aten" and not any(word in name for word in _BY_POSITIONS)
+
+
+@functools.cache
+def _reads_itself(func: Any) -> bool:
+    """Return whether an operation computes each element that it writes from that element."""
+    sets_anew = func._schema.name in OVERWRITES or "out" in func._overloadname
+    return _sets_all(func) and not sets_anew
 
 
 @functools.cache

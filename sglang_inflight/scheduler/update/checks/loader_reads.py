@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, refresh_derived
+from sglang_inflight.scheduler.update.shadow import Shadow, refresh_derived
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def find_loader_reads(
     If the loader fails in this run, the tensors used until then are returned. The live model is
     only read.
     """
-    twin = Shadow(model, ShadowParameters(), _NOWHERE)
+    twin = Shadow(model, _NOWHERE)
     twin.begin()
     written: set[str] = set()
     derived: set[str] = set()
@@ -63,7 +63,7 @@ def find_loader_reads(
 
 def find_refreshed(model: nn.Module) -> frozenset[str]:
     """Return the names of the tensors that ``refresh_derived`` recomputes from the weights."""
-    twin = Shadow(model, ShadowParameters(), _NOWHERE)
+    twin = Shadow(model, _NOWHERE)
     twin.begin()
     written: set[str] = set()
     dataflow = Dataflow(twin.targets(), before_write=lambda write: written.add(write.target.name))

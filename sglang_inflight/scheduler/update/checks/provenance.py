@@ -14,7 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.scheduler.update.checks.dataflow import tensors_of, written_arguments
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    OVERWRITES,
+    tensors_of,
+    written_arguments,
+)
 from sglang_inflight.storages import memory_key
 
 
@@ -41,10 +45,6 @@ _ALLOCATES = frozenset(
 _FILLS = frozenset(
     f"aten::{name}{suffix}" for name in ("zeros", "ones", "full") for suffix in ("", "_like")
 ) | {f"aten::new_{name}" for name in ("zeros", "ones", "full")}
-# these write every element of their first argument, and read none of its elements
-_OVERWRITES = frozenset(
-    f"aten::{name}" for name in ("copy_", "fill_", "zero_", "uniform_", "normal_")
-)
 
 
 class Provenance(TorchDispatchMode):
@@ -131,7 +131,7 @@ class Provenance(TorchDispatchMode):
         elif name not in _FILLS:
             for tensor in read:
                 origin |= self._origin(tensor)
-        overwrites = name in _OVERWRITES or "out" in func._overloadname
+        overwrites = name in OVERWRITES or "out" in func._overloadname
         for tensor in written:
             self._write(tensor, origin, overwrites=overwrites)
         results = list(tensors_of(result))

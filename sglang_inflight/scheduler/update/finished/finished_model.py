@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
-from sglang_inflight.scheduler.update.checks.dataflow import Target, Write
+from sglang_inflight.scheduler.update.checks.coverage import holds_stray, stray_refusal
+from sglang_inflight.scheduler.update.checks.dataflow import Recorder, Target, Write
 from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Place,
     numbers_of,
-    split_name,
     tensors_of,
     without_views,
 )
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.forms import Form
+from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import NumberSwap
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
@@ -29,7 +30,7 @@ from sglang_inflight.vocabulary.errors import Refused
 
 
 class FinishedModel:
-    """Replaces ``Shadow`` for a model that SGLang finishes after loading.
+    """Stages a model that SGLang finishes after loading.
 
     The model's loader fills raw weights, and SGLang's own steps finish them (``raw_model.py``).
     Every tensor that this makes is staged beside the served tensor of the same place, and a commit
@@ -44,21 +45,24 @@ class FinishedModel:
         pristine: nn.Module,
         live: nn.Module,
         recipe: Recipe,
-        parameters: ShadowParameters,
         form: Form,
         *,
         device: torch.device,
-        storage: torch.device,
         rate_limit: RateLimit,
         holds_graphs: bool,
         owners: Sequence[nn.Module],
+        check_finite: bool,
     ) -> None:
-        """``storage``: where a form with whole copies keeps them. ``owners``: models that own the
-        weights shared with ``live``.
+        """``owners``: models that own the weights shared with ``live``.
+
+        ``check_finite``: no tensor holds NaN, so no weight may get it.
         """
         self._live = live
         self._recipe = recipe
         self._form = form
+        self._device = device
+        self._rate_limit = rate_limit
+        self._check_finite = check_finite
         self._holds_graphs = holds_graphs
         self._raw = RawModel(pristine, live, device, self, rate_limit, recipe)
         self._live_tensors = live_tensors_of(live, recipe, owners)
@@ -66,16 +70,12 @@ class FinishedModel:
         self._weights: dict[Place, Weight] = {}
         for place, tensor in self._live_tensors.items():
             if self._within[place] == place:
-                handle_for = form.handle_for
-                staged = (
-                    parameters.storage_for(tensor, storage)
-                    if handle_for is None
-                    else handle_for(tensor)
-                )
-                parameters.add(tensor, staged, is_weight=True)
-                self._weights[place] = Weight(str(place), tensor, staged)
+                self._weights[place] = weight = Weight(str(place), tensor)
+                form.hold(weight)
         self._by_name = {str(place): place for place in (*self._weights, *recipe.numbers)}
         self._taken: set[Place] = set()
+        self._has_loaded = False
+        self._replay: Replay | None = None
         # the served ones at the update's begin, and those that differ from them
         self._numbers: dict[Place, tuple[Any, str, Number]] = {}
         self.numbers: list[NumberSwap] = []
@@ -85,19 +85,17 @@ class FinishedModel:
         return self._raw.model
 
     @property
-    def pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, served tensor and staged tensor of each tensor that a commit exchanges."""
-        return list(self._weights.values())
+    def weights(self) -> Iterator[Weight]:
+        return iter(self._weights.values())
 
     @property
-    def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        return []
+    def recorder(self) -> Recorder:
+        return self._raw
 
-    def begin(self, *, is_partial: bool, planned: Iterable[str] = ()) -> None:
-        """Begin an update. Raise ``Refused`` if a served tensor was replaced since the last.
+    derived: tuple[Weight, ...] = ()
+    was_written = communicates = False
 
-        ``planned``: weights whose modules are staged past the loader.
-        """
+    def begin(self, replay: Replay | None, *, is_partial: bool) -> None:
         now = tensors_of(self._live)
         for place, weight in self._weights.items():
             if now.get(place) is not weight.live:
@@ -105,65 +103,84 @@ class FinishedModel:
         self._taken.clear()
         self.numbers.clear()
         self._numbers = numbers_of(self._live)
-        self._raw.begin(
-            now, is_partial=is_partial, planned={split_name(name)[0] for name in planned}
-        )
+        self._has_loaded = False
+        self._replay = replay
+        self._raw.begin(now, is_partial=is_partial, replay=replay)
+
+    def announce(self) -> None:
+        pass
+
+    def write_directly(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        self._has_loaded = True
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], *, from_disk: bool) -> Any:
+        if from_disk:
+            # SGLang renames the tensors of some formats when it reads them from disk
+            return DefaultModelLoader.load_weights_only(self.model, weights, self._device)
+        loader: Any = self.model
+        return loader.load_weights(weights)
 
     def targets(self) -> dict[int, Target]:
-        """Return all memory in reach of the model's loader, by ``memory_key``."""
         return self._raw.targets()
-
-    def siblings(self, names: Iterable[str]) -> dict[int, tuple[str, ...]]:
-        """Return, by memory that the loader writes, the weights of its module among ``names``."""
-        return self._raw.siblings(names)
-
-    def leave(self, came: Mapping[str, Iterable[str]]) -> None:
-        """Leave planned weights to the loader. ``came``: what was staged of each, by its name."""
-        self._raw.leave(came)
 
     def note_write(self, write: Write) -> None:
         self._raw.note_write(write)
 
     def finish_complete(self) -> None:
-        """Finish and stage the modules whose tensors have all come."""
         self._raw.finish_complete()
 
-    def finish(self) -> None:
+    def end_call(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def seal(self, *, was_loaded: bool) -> None:
         """Finish and stage the rest. Raise ``Refused`` if something is missing, or new."""
+        if not (self._has_loaded or (self._replay is not None and self._replay.has_moved)):
+            return
         self._raw.finish()
         for place in sorted(self._weights.keys() - self._taken):
             if self._raw.has_finished(place.module):
                 raise Refused(f"finishing the update did not make {str(place)!r}")
         self.forget()
 
+    def unwritten(self, name: str) -> int:
+        # finishing has refused what is not whole
+        return 0
+
     def forget(self) -> None:
-        """Give back the memory of tensors that an update brought, and that are not staged."""
         self._raw.forget()
 
     def describe_numbers(self, *, as_staged: bool) -> str:
-        """Return the numbers that finishing makes, for a digest: as served, or as staged."""
         staged = {swap.place: swap.other for swap in self.numbers} if as_staged else {}
         return describe_numbers(live_numbers(self._live, self._recipe) | staged)
 
-    def find_derived(self) -> str | None:
-        return None
+    def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
+        self._take(Made({self._by_name[weight.name]: new}, {}))
 
-    def take_saved(
-        self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]
-    ) -> None:
-        """Stage what another server's finishing has made, by place. Raises as ``take`` does."""
-        places = self._by_name
-        if unknown := sorted((tensors.keys() | numbers.keys()) - places.keys()):
+    def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
+        if unknown := sorted(numbers.keys() - self._by_name.keys()):
             raise Refused(f"finishing makes no {unknown[0]!r} here")
-        self.take(
-            Made(
-                {places[name]: tensor for name, tensor in tensors.items()},
-                {places[name]: number for name, number in numbers.items()},
-            )
-        )
+        self._take(Made({}, {self._by_name[name]: number for name, number in numbers.items()}))
 
     def take(self, made: Made) -> None:
         """Stage what was made. Raise ``Refused`` if a commit could not exchange it."""
+        if self._check_finite:
+            for place, tensor in made.tensors.items():
+                self._refuse_stray(place, tensor)
+        self._take(made)
+
+    def _refuse_stray(self, place: Place, made: torch.Tensor) -> None:
+        live = self._live_tensors.get(place)
+        if live is None or describe_layout(made) != describe_layout(live):
+            return
+        for new, served in self._rate_limit.cut(made, live):
+            if holds_stray(new, served):
+                raise stray_refusal(str(place))
+
+    def _take(self, made: Made) -> None:
         for place, tensor in made.tensors.items():
             live = self._live_tensors.get(place)
             if live is None:

@@ -117,5 +117,5 @@ class _Proof:
             ),
             tensors=frozenset(tensors),
             numbers=frozenset(self._comparison.numbers),
-            awaited=frozenset(gone | self.raw.read),
+            awaited=frozenset(gone | self.raw.read_modules),
         )

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_inflight.host_memory import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
-from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
+from sglang_inflight.scheduler.update.changes.intervals import Intervals
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
 from sglang_inflight.scheduler.update.checks.dataflow import tensors_of as arguments_in
 from sglang_inflight.scheduler.update.finished.kv_scales import is_kv_scale
@@ -50,8 +50,9 @@ from sglang_inflight.scheduler.update.finished.places import (
     values_of,
 )
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
+from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, checksum
+from sglang_inflight.scheduler.update.shadow import Shadow, checksum
 from sglang_inflight.storages import distinct_storages, memory_key
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
@@ -95,7 +96,11 @@ class _RawWeight:
     names: set[str] = field(default_factory=set)
     # all that the update brought, though the module was finished since
     came: set[str] = field(default_factory=set)
+    # the elements that the loader has written
+    written: Intervals = field(default_factory=Intervals)
     is_written: bool = False
+    # whether its memory has the elements that are not sent
+    is_prepared: bool = False
     # whether elements that were not sent are those of the served weight
     is_filled: bool = False
 
@@ -104,10 +109,11 @@ class _RawWeight:
         return Place(self.module, self.attribute)
 
     def reset(self) -> None:
-        if self.is_written:
+        if self.is_prepared:
             self.handle.release()
         self.names.clear()
-        self.is_written = self.is_filled = False
+        self.written = Intervals()
+        self.is_written = self.is_prepared = self.is_filled = False
 
 
 class RawModel:
@@ -131,7 +137,7 @@ class RawModel:
         self._rate_limit = rate_limit
         self._recipe = recipe
         self._handles: dict[int, Handle] = {}
-        self._shadow = Shadow(pristine, ShadowParameters(), device, self._handle_for)
+        self._shadow = Shadow(pristine, device, self._handle_for)
         self.model = self._shadow.model
         self._modules = dict(modules_of(self.model))
         self._live = live
@@ -155,14 +161,17 @@ class RawModel:
         self._targets: dict[int, Target] = {}
         self._complete: list[str] = []
         self._done: set[str] = set()
-        # modules whose weights come another way, until the loader writes one
-        self._planned: set[str] = set()
+        # modules whose weights come by a plan, until the loader uses one; and these weights
+        self._planned: dict[str, list[str]] = {}
+        self._replay: Replay | None = None
         # memory written by finishing, and modules read by ``post_load_weights``
         self._finishing = self._post_loading = False
+        # while modules are finished, and their results are handed on
+        self._is_complete = False
         self._rewritten: set[int] = set()
         # checksums of raw tensors before their finishing
         self._before: dict[Place, str] = {}
-        self.read: set[str] = set()
+        self.read_modules: set[str] = set()
         # modules whose weights finishing has looked at, in the proof
         self.looked_at: set[str] = set()
         self.is_partial = self.is_post_loaded = False
@@ -200,16 +209,18 @@ class RawModel:
         live: Mapping[Place, torch.Tensor],
         *,
         is_partial: bool,
-        planned: Iterable[str] = (),
+        replay: Replay | None = None,
     ) -> None:
         """Begin an update. ``is_partial``: tensors that are not sent keep their values.
 
-        ``live``: all tensors of the live model. ``planned``: modules whose weights are staged past
-        the loader, and not finished (``plannable.py``).
+        ``live``: all tensors of the live model. ``replay``: modules that its plan writes are staged
+        past the loader, and not finished (``plannable.py``).
         """
-        self.is_partial, self.is_post_loaded = is_partial, False
+        self.is_partial, self.is_post_loaded, self._is_complete = is_partial, False, False
         self.forget()
-        self._planned = set(planned)
+        self._replay = replay
+        for name in replay.planned if replay is not None else ():
+            self._planned.setdefault(split_name(name)[0], []).append(name)
         self._shadow.begin()
         self._targets = {
             memory_key(tensor): Target(Kind.SERVED, str(place)) for place, tensor in live.items()
@@ -244,44 +255,67 @@ class RawModel:
             self._rewritten.add(write.memory)
             return
         if not weight.is_written:
-            self._prepare(weight)
+            weight.is_written = True
+            self._done.discard(weight.module)
+        if not weight.is_prepared:
+            is_whole = write.sets_all and write.view.nbytes == weight.tensor.nbytes
+            self._prepare(weight, fills=not is_whole)
+        if write.sets_all:
+            weight.written.add_view(write.view, weight.tensor.itemsize)
         weight.names |= write.names
         weight.came |= write.names
         if weight.module not in self._done and self._has_all_names(weight.module):
             self._complete.append(weight.module)
 
-    def _prepare(self, weight: _RawWeight) -> None:
-        weight.is_written = True
-        self._done.discard(weight.module)
-        if can_mark(weight.tensor):
-            for (piece,) in self._rate_limit.cut(weight.tensor):
-                mark(piece)
-        elif self._is_kept(weight):
-            for to, of in self._rate_limit.cut(weight.tensor, self._live_tensor(weight)):
-                to.copy_(of)
+    def _prepare(self, weight: _RawWeight, *, fills: bool = True) -> None:
+        """Give a raw weight its memory, with the elements that no tensor brings if it ``fills``."""
+        weight.is_prepared = True
+        if fills:
+            is_served = self.is_partial and self._is_kept(weight)
+            other = self._live_tensor(weight) if is_served else weight.default
+            with Dataflow.untraced():
+                for to, of in self._rate_limit.cut(weight.tensor, other.data):
+                    to.copy_(of)
 
-    def siblings(self, names: Iterable[str]) -> dict[int, tuple[str, ...]]:
-        """Return, by the memory of a raw weight, the weights of its module among ``names``."""
-        by_module: dict[str, list[str]] = {}
-        for name in names:
-            by_module.setdefault(split_name(name)[0], []).append(name)
-        return {
-            memory: tuple(by_module[weight.module])
-            for memory, weight in self._weights.items()
-            if weight.module in by_module
-        }
+    # ---- the loader's operations, and those of finishing -------------------------------------
 
-    def leave(self, came: Mapping[str, Iterable[str]]) -> None:
-        """Leave planned weights to the loader. ``came``: what was staged of each, by its name.
+    def read(self, view: torch.Tensor) -> None:
+        weight = self._weights[memory_key(view)]
+        if self._finishing:
+            self._note_read(weight)
+        if self._is_complete:
+            return
+        self._leave(weight)
+        is_served = self.is_partial and self._is_kept(weight)
+        if not is_served and not weight.written.has_view(view, weight.tensor.itemsize):
+            raise Refused(
+                f"the model's loader computes with {weight.name!r} before its elements are sent: "
+                "send the tensors in the checkpoint's order. SGLANG_INFLIGHT_STAGING=off writes "
+                "updates in place instead"
+            )
+        if not weight.is_prepared:
+            self._prepare(weight)
 
-        The loader has to bring all of their modules, because finishing takes no part of one.
+    def copy(self, to: torch.Tensor, of: torch.Tensor, *, is_received: bool) -> bool:
+        return False
+
+    def write(self, view: torch.Tensor, *, sets_all: bool, reads: bool) -> None:
+        weight = self._weights[memory_key(view)]
+        if self._finishing:
+            self._refuse_planned(weight)
+        elif not self._is_complete:
+            self._leave(weight)
+
+    def _leave(self, weight: _RawWeight) -> None:
+        """Leave a planned module to the loader, which has to bring all of it.
+
+        Finishing takes no part of a module.
         """
-        for name, names in came.items():
-            module, _ = split_name(name)
-            self._planned.discard(module)
-            for weight in self._of_module[module]:
-                if weight.name == name:
-                    weight.came.update(names)
+        if self._replay is None or (names := self._planned.pop(weight.module, None)) is None:
+            return
+        came = self._replay.leave(names)
+        for other in self._of_module[weight.module]:
+            other.came.update(came.get(other.name, ()))
 
     def _has_all_names(self, module: str) -> bool:
         if self._recipe is None or module in self._recipe.awaited:
@@ -292,21 +326,24 @@ class RawModel:
     def finish_complete(self) -> None:
         """Finish the modules whose tensors have all come. Call between two of the loader's."""
         complete, self._complete = self._complete, []
+        self._is_complete = True
         for path in dict.fromkeys(complete):
             if path not in self._done:
                 self._finish_modules([path])
+        self._is_complete = False
 
     # ---- finishing --------------------------------------------------------------------
 
     def finish(self) -> None:
         """Finish the rest, at the seal. Raise ``Refused`` if tensors are missing for it."""
-        there = self._done | self._planned
+        self._is_complete = True
+        there = self._done | self._planned.keys()
         paths = [path for path in self._modules if path not in there]
         if self.is_partial:
             touched = {w.module for w in self._weights.values() if w.is_written or w.came}
             self._show_live([path for path in paths if path not in touched])
             paths = [path for path in paths if path in touched]
-        with Dataflow(self._targets, before_write=self.note_write, recorder=_Reads(self)):
+        with Dataflow(self._targets, before_write=self.note_write, recorder=self):
             self._finish_modules(paths, at_seal=True)
 
     def _show_live(self, paths: list[str]) -> None:
@@ -535,7 +572,8 @@ class RawModel:
         ``Refused`` if others did not come, and their loaded form is gone.
         """
         needed = self._names_of(weight)
-        is_whole = self._recipe is None or needed <= weight.names
+        missing = weight.tensor.numel() - len(weight.written)
+        is_whole = self._recipe is None or needed <= weight.names or not missing
         # what came and is not here was staged already, and the served elements would replace it
         is_here = is_whole or weight.came <= weight.names
         keeps = self.is_partial and self._is_kept(weight) and is_here
@@ -543,16 +581,10 @@ class RawModel:
         if not weight.is_written:
             if needed and not keeps:
                 self._refuse(weight, needed)
+        elif not is_whole and not keeps:
+            self._refuse(weight, needed - weight.names, missing)
+        if not weight.is_prepared:
             self._prepare(weight)
-            weight.tensor.copy_(self._live_tensor(weight) if keeps else weight.default)
-        elif not can_mark(weight.tensor):
-            if not is_whole and not keeps:
-                self._refuse(weight, needed - weight.names)
-        elif missing := count_marked(weight.tensor):
-            if not is_whole and not keeps:
-                self._refuse(weight, needed - weight.names, missing)
-            other = self._live_tensor(weight).to(_HOST) if keeps else weight.default
-            weight.tensor.copy_(torch.where(marks_in(weight.tensor), other, weight.tensor))
 
     def _refuse(self, weight: _RawWeight, names: Iterable[str], missing: int = 0) -> None:
         count = f"{missing} of {weight.tensor.numel()} elements of {weight.name!r} were not sent"
@@ -672,23 +704,16 @@ class RawModel:
             and not self._has_other_bytes(weight.place, tensor)
         )
 
-    def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _note_read(self, weight: _RawWeight) -> None:
         """Note what ``post_load_weights`` reads. Raise ``Refused`` if that is not there.
 
         Planned weights are not there for any finishing.
         """
-        if not self._finishing:
-            return
-        for tensor in tensors:
-            weight = self._weights.get(memory_key(tensor))
-            if weight is None:
-                continue
-            self._refuse_planned(weight)
-            if not self._post_loading:
-                continue
+        self._refuse_planned(weight)
+        if self._post_loading:
             if not weight.is_written:
                 self._refuse(weight, self._names_of(weight))
-            self.read.add(weight.module)
+            self.read_modules.add(weight.module)
 
     def _refuse_planned(self, weight: _RawWeight) -> None:
         if weight.module in self._planned:
@@ -714,19 +739,6 @@ class _Looks(TorchDispatchMode):
             for value in (*args, *kwargs.values()):
                 self.memory.update(memory_key(tensor) for tensor in arguments_in(value))
         return func(*args, **kwargs)
-
-
-class _Reads:
-    """Notes the raw weights that operations read."""
-
-    def __init__(self, raw: RawModel) -> None:
-        self._raw = raw
-
-    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
-        return False
-
-    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._raw.note_read(tensors)
 
 
 class _Twins:

@@ -21,7 +21,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
 from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
 from sglang_inflight.scheduler.update.plans.record import leave_unfinished
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
+from sglang_inflight.scheduler.update.shadow import Shadow
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Audit:
 
     def _build(self) -> Shadow:
         if self._scratch is None:
-            self._scratch = Shadow(self._model, ShadowParameters(), _HOST, self._handle_for)
+            self._scratch = Shadow(self._model, _HOST, self._handle_for)
             leave_unfinished(self._scratch.model)
             self._weights = {name: shadow for name, _, shadow in self._scratch.pairs}
         return self._scratch

@@ -36,6 +36,29 @@ class Box(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Box:
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
+    @property
+    def end(self) -> int:
+        """The position behind the last element."""
+        return self.offset + _span(self)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the elements are one range of the memory, in their order."""
+        numel = 1
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
+            if size != 1 and stride != numel:
+                return False
+            numel *= size
+        return True
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Return the int64 positions of the elements in the memory, a row."""
+        found = torch.full((), self.offset, dtype=torch.int64, device=device)
+        for at, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
+            steps = torch.arange(size, dtype=torch.int64, device=device) * stride
+            found = found + steps.view(-1, *[1] * (len(self.sizes) - at - 1))
+        return found.reshape(-1)
+
     def view(self, flat: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the elements, in ``flat`` from ``start`` on."""
         return flat.as_strided(
@@ -63,6 +86,25 @@ class Move(NamedTuple):
     @property
     def target(self) -> Box:
         return Box(self.to, self.sizes, self.to_strides)
+
+
+def without_repeats(move: Move) -> list[Move]:
+    """Return moves that copy each element to one place, and together what ``move`` copies."""
+    found = [move._replace(sizes=(), of_strides=(), to_strides=())]
+    dims = zip(move.sizes, move.of_strides, move.to_strides, strict=True)
+    for size, of_stride, to_stride in dims:
+        if of_stride:
+            found = [
+                each._replace(
+                    sizes=(*each.sizes, size),
+                    of_strides=(*each.of_strides, of_stride),
+                    to_strides=(*each.to_strides, to_stride),
+                )
+                for each in found
+            ]
+        else:
+            found = [e._replace(to=e.to + at * to_stride) for e in found for at in range(size)]
+    return found
 
 
 def can_locate(move: Move) -> bool:
@@ -121,11 +163,7 @@ def move(of: Box, to: Box) -> Move:
 
 def addresses(number: int, box: Box) -> torch.Tensor:
     """Return the addresses (int64, of the box's shape) of elements of the tensor ``number``."""
-    found = torch.full((), (number << _BITS) + box.offset, dtype=torch.int64)
-    for at, (size, stride) in enumerate(zip(box.sizes, box.strides, strict=True)):
-        steps = torch.arange(size, dtype=torch.int64) * stride
-        found = found + steps.view(-1, *[1] * (len(box.sizes) - at - 1))
-    return found.expand(box.sizes)
+    return (box.positions(torch.device("cpu")) + (number << _BITS)).view(box.sizes)
 
 
 class TooMany(Exception):

@@ -15,7 +15,6 @@ from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,
-    ShadowParameters,
     refresh_derived,
     weights_of,
 )
@@ -78,7 +77,7 @@ def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
 
 def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None, str | None, str]:
     """Return what one run records; or None, the tensor at which the loader failed, and why."""
-    twin = Shadow(model, ShadowParameters(), _NOWHERE)
+    twin = Shadow(model, _NOWHERE)
     twin.begin()
     leave_unfinished(twin.model)
     recorder = Recorder(twin.targets())

@@ -11,7 +11,7 @@ So a planned tensor costs the interpreter some microseconds, and its model's loa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,18 +19,24 @@ from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.plans.audit import Audit
-from sglang_inflight.scheduler.update.plans.moves import Box, can_locate, locate
+from sglang_inflight.scheduler.update.plans.moves import (
+    Box,
+    can_locate,
+    locate,
+    without_repeats,
+)
 from sglang_inflight.scheduler.update.plans.plan import Plan, cast
 from sglang_inflight.scheduler.update.plans.recorder import Planned
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.sparse import Sparse
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
-from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # elements and tensors that wait at most; a larger tensor waits for none
 _MOST_ELEMENTS = 1 << 20
 _MOST_TENSORS = 512
+# places of one element of a tensor that comes in parts
+_MOST_REPEATS = 64
 
 
 class Replay:
@@ -43,51 +49,44 @@ class Replay:
         form: Form,
         audit: Audit,
         rate_limit: RateLimit,
+        planned: Collection[str],
     ) -> None:
-        """``weights``: those of the model, by name."""
+        """``weights``: those of the model, by name. ``planned``: the planned ones, also those that
+        another model owns.
+        """
         self._plan = plan
         self.audit = audit
+        self.planned = planned
         self._weights = {place: weights[place] for place in plan.writers}
         # weights of which moves reach every element
         self._whole = {p for p, weight in self._weights.items() if plan.is_whole(p, weight.live)}
         self._form = form
         self._rate_limit = rate_limit
-        self._by_memory: Mapping[int, Sequence[str]] = {}
         # planned tensors that this update brought
         self._came: set[str] = set()
         # weights that the loader writes in this update
         self._loaders: set[str] = set()
-        self._keeps = False
         self._check_finite = False
-        # each as a row
+        # each as a row; tensors that came before wait apart
         self._waiting: list[tuple[str, torch.Tensor]] = []
+        self._again: list[tuple[str, torch.Tensor]] = []
         self._elements = 0
 
-    def begin(self, *, keeps: bool, by_memory: Mapping[int, Sequence[str]] | None = None) -> None:
-        """Begin an update. ``keeps``: elements that are not sent keep their value.
-
-        ``by_memory``: the weights that go by the loader once it reads or writes a memory
-        (``memory_key``). None: each has its own, its shadow's.
-        """
+    def begin(self) -> None:
+        """Begin an update."""
         self.forget()
         self._came.clear()
         self._loaders.clear()
-        self._keeps = keeps
         self.audit.begin()
-        if by_memory is None:
-            # a commit on a CPU exchanges memory
-            by_memory = {memory_key(w.shadow): (place,) for place, w in self._weights.items()}
-        self._by_memory = by_memory
 
-    def expect(self, check: Callable[[], None]) -> None:
-        """Make the form ready for moves into the planned weights. ``check`` raises to give up."""
-        for place, weight in self._weights.items():
-            check()
-            self._form.expect(weight, keeps=self._keeps or place not in self._whole)
+    def is_whole(self, place: str) -> bool:
+        """Return whether moves reach every element of the weight ``place``."""
+        return place in self._whole
 
     def forget(self) -> None:
         """Give back the tensors that wait."""
         self._waiting.clear()
+        self._again.clear()
         self._elements = 0
         self.audit.forget()
 
@@ -104,11 +103,6 @@ class Replay:
         """Whether the update brought a planned tensor."""
         return bool(self._came)
 
-    @property
-    def places(self) -> Iterable[str]:
-        """The planned weights, by name."""
-        return self._weights
-
     def has(self, place: str) -> bool:
         """Return whether the weight ``place`` is written by moves alone in this update."""
         return place in self._weights and place not in self._loaders
@@ -116,50 +110,57 @@ class Replay:
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Move a tensor, at the latest in ``flush``. Return False if it goes by the loader.
 
-        The tensor stays readable until then. A tensor that comes twice goes by the loader the
-        second time, and so does one for a weight that the loader has written.
+        The tensor stays readable until then. A tensor for a weight that the loader has used goes
+        by the loader. The last tensor of a name counts.
         """
         moves = self._plan.moves.get(name)
-        if moves is None or name in self._came or not self._is_as_planned(name, tensor):
+        if moves is None or not self._is_as_planned(name, tensor):
             return False
         if self._loaders and any(each.place in self._loaders for each in moves):
             return False
-        self._came.add(name)
-        if self.audit.wants(name):
+        waiting = self._waiting
+        if name in self._came:
+            waiting = self._again
+        elif self.audit.wants(name):
             self.audit.take(name, tensor)
+        self._came.add(name)
         size = tensor.numel()
         if moves and size:
             if self._elements + size > _MOST_ELEMENTS:
                 self.flush()
-            self._waiting.append((name, tensor.reshape(-1)))
+            waiting.append((name, tensor.reshape(-1)))
             self._elements += size
-            if len(self._waiting) == _MOST_TENSORS:
+            if len(waiting) == _MOST_TENSORS:
                 self.flush()
         elif size:
             self._check([(name, tensor.reshape(-1))])
         return True
 
     def take_sparse(self, sparse: Sparse) -> bool:
-        """Move some elements of a tensor. Return False if they go by the loader."""
+        """Move some elements of a tensor. Return False if no plan says where they go."""
         name, indices, values, shape, largest = sparse
         moves = self._plan.moves.get(name)
-        if moves is None or name in self._came or self._plan.kinds[name].shape != shape:
+        if moves is None or self._plan.kinds[name].shape != shape:
             return False
         if self._plan.kinds[name].dtype not in FLOATS or not all(map(_is_located, moves)):
             return False
         if any(each.place in self._loaders for each in moves):
             return False
+        self.flush()
+        is_again = name in self._came
         self._came.add(name)
         self._check_alone(name, largest)
         if not len(indices):
             return True
         at = indices.to(values.device, torch.int64)
-        for place, move, through in moves:
-            inside, to = locate(move, at)
-            cut = cast(values, through)[inside]
-            if len(cut):
-                self._form.patch(Patch(self._weights[place], to[inside], cut))
-            self._rate_limit.spend(5 * at.nbytes)
+        for place, whole, through in moves:
+            for move in without_repeats(whole):
+                inside, to = locate(move, at)
+                cut = cast(values, through)[inside]
+                if len(cut):
+                    patch = Patch(self._weights[place], to[inside], cut)
+                    self._form.patch(patch, again=is_again)
+                self._rate_limit.spend(5 * at.nbytes)
         return True
 
     def _is_as_planned(self, name: str, tensor: torch.Tensor) -> bool:
@@ -170,12 +171,25 @@ class Replay:
 
     def flush(self) -> None:
         """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name."""
-        batch, self._waiting, self._elements = self._waiting, [], 0
-        if not batch:
+        batch, again = self._waiting, self._again
+        self._waiting, self._again, self._elements = [], [], 0
+        if not batch and not again:
             return
-        self._check(batch)
-        self._form.move([*self._moved(batch)])
-        self._rate_limit.spend(sum(tensor.nbytes for _, tensor in batch))
+        self._check(batch + again)
+        if batch:
+            self._form.move([*self._moved(batch)])
+        for moved in self._moved(again):
+            self._move_again(moved)
+        self._rate_limit.spend(sum(tensor.nbytes for _, tensor in batch + again))
+
+    def _move_again(self, moved: Moved) -> None:
+        weight, box, of = moved
+        if box.is_range:
+            self._form.forget(weight, box.offset, box.end)
+            self._form.move([moved])
+        else:
+            patch = Patch(weight, box.positions(of.device), of.reshape(-1))
+            self._form.patch(patch, again=True)
 
     def _moved(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Moved]:
         moves, weights = self._plan.moves, self._weights
@@ -226,26 +240,23 @@ class Replay:
 
     # ---- the model's loader ------------------------------------------------------------------
 
-    def leave(self, memory: int) -> dict[str, frozenset[str]]:
-        """Leave the weights behind ``memory`` (``memory_key``) to the loader, before it uses it.
+    def leave(self, places: Iterable[str]) -> dict[str, frozenset[str]]:
+        """Leave those of the weights ``places`` to the loader that are not yet, before it uses one.
 
         Return them with the names of the tensors that were moved into each.
         """
-        places = [p for p in self._by_memory.get(memory, ()) if p not in self._loaders]
-        if not places:
-            return {}
-        self.flush()
-        self._loaders.update(places)
-        for place in places:
-            self._form.leave(self._weights[place], [*self._sent(place)], keeps=self._keeps)
-        return {place: frozenset(self._plan.writers[place] & self._came) for place in places}
+        left = [place for place in places if self.has(place)]
+        if left:
+            self.flush()
+        self._loaders.update(left)
+        return {place: frozenset(self._plan.writers[place] & self._came) for place in left}
 
     def give_up(self, place: str) -> None:
         """Note that all of the weight ``place`` comes another way."""
         if place in self._weights:
             self._loaders.add(place)
 
-    def _sent(self, place: str) -> Iterator[Box]:
+    def sent(self, place: str) -> Iterator[Box]:
         """Yield where tensors that came were moved to in the weight ``place``."""
         for name in self._plan.writers[place] & self._came:
             for each in self._plan.moves[name]:
@@ -265,4 +276,6 @@ class Replay:
 
 
 def _is_located(planned: Planned) -> bool:
-    return can_locate(planned.move)
+    move = planned.move
+    repeats = [size for size, of in zip(move.sizes, move.of_strides, strict=True) if not of]
+    return math.prod(repeats) <= _MOST_REPEATS and can_locate(without_repeats(move)[0])

@@ -158,7 +158,6 @@ class Quantizer:
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
         *,
-        is_sparse: bool,
         check_finite: bool,
         rate_limit: RateLimit,
         counts: Counter[str],
@@ -166,15 +165,14 @@ class Quantizer:
         """Yield ``weights``, with values and scales in place of the floats of quantized weights.
 
         Tensors of other names, and of a shape that is not the weight's, are yielded as they are.
-        ``is_sparse``: NaN stands for what was not sent. ``counts`` counts the quantized tensors, by
-        what came and what it became. Raises ``Refused`` with the tensor's name if it cannot be
-        quantized.
+        ``counts`` counts the quantized tensors, by what came and what it became. Raises ``Refused``
+        with the tensor's name if it cannot be quantized.
         """
         for name, tensor in weights:
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 yield name, tensor
             elif name in self._quantized and tensor.dtype in FLOATS:
-                form = self._form_for(name, tensor, is_sparse=is_sparse)
+                form = self._form_for(name, tensor)
                 if form.shape != tuple(tensor.shape):
                     yield name, tensor
                     continue
@@ -191,6 +189,15 @@ class Quantizer:
                 self._note(name, tensor)
                 yield name, tensor
 
+    def refuse_sparse(self, name: str) -> None:
+        """Raise ``Refused`` if the tensor ``name`` has scales."""
+        if name in self._quantized:
+            raise Refused(
+                f"sparse tensor {shorten(name)!r}: the served checkpoint stores it as "
+                f"{self._quantized[name]}, and a changed element may change the scale of others: "
+                "send whole tensors"
+            )
+
     def refuse_parts(self) -> None:
         """Raise ``Refused`` for values without their scales, and for scales without values."""
         for name in sorted(self._as_stored):
@@ -201,17 +208,12 @@ class Quantizer:
                     f"update lacks {shorten(other)!r}"
                 )
 
-    def _form_for(self, name: str, tensor: torch.Tensor, *, is_sparse: bool) -> Quantized:
+    def _form_for(self, name: str, tensor: torch.Tensor) -> Quantized:
         form, came = self._quantized[name], name_of(tensor.dtype)
         if form is None:
             raise Refused(
                 f"tensor {shorten(name)!r} is {came}, and cannot be brought into the form in which "
                 "the served checkpoint stores it: send it in that form"
-            )
-        if is_sparse:
-            raise Refused(
-                f"sparse tensor {shorten(name)!r}: the served checkpoint stores it as {form}, and "
-                "a changed element may change the scale of others: send whole tensors"
             )
         if form.scale in self._as_stored:
             raise self._twice(name)

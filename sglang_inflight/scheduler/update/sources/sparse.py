@@ -1,9 +1,8 @@
 """Sparse tensors: positions in a checkpoint's tensor, and the values there.
 
 ``NAME.indices`` (int32 or int64, one dimension, flat positions, each once) and ``NAME.values`` (a
-float dtype, as many) stand for the tensor NAME. Where its load plan says where the elements go,
-they are written there. Otherwise the model's loader gets a tensor of the checkpoint's shape, with
-NaN where nothing was sent, and its copies leave out NaN.
+float dtype, as many) stand for the tensor NAME. Its load plan says where the elements go. A tensor
+without one cannot be sent so.
 """
 
 from __future__ import annotations
@@ -33,15 +32,6 @@ class Sparse(NamedTuple):
     values: torch.Tensor
     shape: tuple[int, ...]
     largest: float
-
-    def fill_in(self) -> torch.Tensor:
-        """Return the whole tensor, with NaN where nothing was sent."""
-        values = self.values
-        dense = torch.full(self.shape, torch.nan, dtype=values.dtype, device=values.device)
-        if len(values):
-            at = self.indices.to(values.device, torch.int64)
-            dense.view(-1).index_copy_(0, at, values)
-        return dense
 
 
 def pair_up(
