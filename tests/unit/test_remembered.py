@@ -116,6 +116,20 @@ def test_recipe_of_other_kernels_is_not_recalled(
     assert name_recipe(**served) != name_recipe(**served | other)
 
 
+def test_recipe_of_other_experts_on_this_rank_is_not_recalled(
+    served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file behind ``--init-expert-location`` may have changed, and no shape shows it."""
+    names = [name_recipe(**served)]
+    for order in ([0, 1, 2], [2, 1, 0]):
+        placement = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([order]))
+        monkeypatch.setattr(
+            remembered, "get_global_expert_location_metadata", lambda placed=placement: placed
+        )
+        names.append(name_recipe(**served))
+    assert len(set(names)) == 3
+
+
 @pytest.mark.parametrize("library", ["flashinfer-python", "sglang-kernel", "sgl-deep-gemm"])
 def test_recipe_of_another_kernel_library_is_not_recalled(
     served: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch

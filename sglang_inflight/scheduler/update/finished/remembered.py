@@ -1,9 +1,9 @@
 """Recipes that an earlier server with the same model has found, in files of the cache folder.
 
 A recalled recipe stands for a proof, so its name has all that a proof depends on: a checkpoint's
-files, the structure of the model on one rank, the kernels that finish it there (card, arguments and
-environment choose them), and the versions of all code that loads and finishes it. A file that
-cannot be read or written costs the time of a proof, and nothing else.
+files, the structure of the model on one rank, the experts there, the kernels that finish it (card,
+arguments and environment choose them), and the versions of all code that loads and finishes it. A
+file that cannot be read or written costs the time of a proof, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from torch import nn
 
 from sglang_inflight.cache import default_cache, keep, read_kept
@@ -94,6 +95,7 @@ def name_recipe(
         "arguments": _arguments_of_finishing(server_args),
         "models": [_describe(pristine), _describe(live)],
         "place": place,
+        "experts": _describe_experts(),
         "device": str(next(live.parameters()).device.type),
         "threads": torch.get_num_threads(),
     }
@@ -114,6 +116,17 @@ def _arguments_of_finishing(server_args: Any) -> list[tuple[str, str]]:
         for name in sorted(server_args.__struct_fields__)
         if any(word in name for word in _OF_FINISHING)
     ]
+
+
+def _describe_experts() -> str | None:
+    """Return a digest of which experts lie where: a file may say so (``--init-expert-location``).
+
+    Shapes do not show it, and the file may have changed under its name.
+    """
+    found = get_global_expert_location_metadata()
+    if found is None:
+        return None
+    return hashlib.sha256(found.physical_to_logical_map_cpu.numpy().tobytes()).hexdigest()
 
 
 def _describe(model: nn.Module) -> list[list[str]]:
