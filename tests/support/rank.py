@@ -47,13 +47,14 @@ class Rank:
         ties_head: bool = False,
         device: torch.device = CPU,
         budget: Budget = _UNLIMITED,
+        load_format: str = "auto",
     ) -> None:
         """``checkpoint_shapes``: the shapes of the tensors in the start's checkpoint.
 
         ``device``: of the model's forwards.
         """
         self.model = model
-        self.shadowed = ShadowedModel("target", runner_of(model, ties_head))
+        self.shadowed = ShadowedModel("target", runner_of(model, ties_head, load_format))
         self.shadowed._checkpoint_shapes = {
             name: tuple(shape) for name, shape in checkpoint_shapes.items()
         }
@@ -173,7 +174,7 @@ def tensor_source(load_format: str | None) -> Any:
     return TensorSource(serialized_named_tensors=[], load_format=load_format)
 
 
-def runner_of(model: nn.Module, ties_head: bool) -> Any:
+def runner_of(model: nn.Module, ties_head: bool, load_format: str = "auto") -> Any:
     return SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(
@@ -182,6 +183,6 @@ def runner_of(model: nn.Module, ties_head: bool) -> Any:
             hf_config=SimpleNamespace(tie_word_embeddings=ties_head),
             hf_text_config=SimpleNamespace(tie_word_embeddings=ties_head),
         ),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format=load_format),
         weight_updater=SimpleNamespace(custom_weight_loaders=[MASKING_LOADER]),
     )

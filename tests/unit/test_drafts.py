@@ -124,7 +124,7 @@ def shadowed(role: str, model: nn.Module) -> ShadowedModel:
         model_config=SimpleNamespace(
             model_path=role, revision=None, hf_config=None, hf_text_config=None
         ),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         weight_updater=SimpleNamespace(custom_weight_loaders={}),
     )
     return ShadowedModel(role, runner)

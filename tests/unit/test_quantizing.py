@@ -292,7 +292,7 @@ class Rank:
                 hf_config=SimpleNamespace(),
                 hf_text_config=SimpleNamespace(),
             ),
-            load_config=SimpleNamespace(download_dir=None),
+            load_config=SimpleNamespace(download_dir=None, load_format="auto"),
             weight_updater=SimpleNamespace(custom_weight_loaders=[]),
         )
         shadowed = ShadowedModel("target", runner)

@@ -274,6 +274,7 @@ def shadows_of(model: nn.Module, reservation: Reservation | None = None) -> Shad
 
     runner: Any = Runner()
     runner.model = model
+    runner.load_config = SimpleNamespace(load_format="auto")
     reserved = reservation or Reservation(StagingMode.DEVICE)
     models = [ShadowedModel("target", runner)]
     return Shadows(models, reserved.storage_for, UNPACED, Budget(), check_finite=True)

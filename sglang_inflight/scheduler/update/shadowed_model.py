@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
@@ -144,9 +145,9 @@ class ShadowedModel:
         self._replay: Replay | None = None
         # names of weights that another model owns
         self._foreign: frozenset[str] = frozenset()
-        # written since the start's or a commit's checkpoint, and what the open update writes: a
-        # checkpoint, something else, or nothing (None)
-        self._is_written_otherwise = False
+        # something else is served than the start's or a commit's checkpoint; and what the open
+        # update writes: a checkpoint, something else, or nothing (None)
+        self._is_written_otherwise = runner.load_config.load_format == LoadFormat.DUMMY
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
         self._form: Form | None = None
@@ -254,8 +255,7 @@ class ShadowedModel:
         """
         if self._plan is not None or self._experts_move or not self._kinds:
             return
-        if self.ways is not None and (self._is_unplannable or self._is_written_otherwise):
-            # the last search failed, and this one would
+        if self._is_unplannable:
             return
         pristine, recipe = self._pristine, self._recipe
 
@@ -271,10 +271,6 @@ class ShadowedModel:
                 wants = needed.__contains__
                 return self._read_start_checkpoint(require_wanted, pace, wants)
 
-            def require_checkpoint() -> None:
-                if self._is_written_otherwise:
-                    raise NotNow(_WRITTEN_OTHERWISE)
-
             if pristine is None:
                 weights, restrict = dict(weights_of(model)), _do_nothing_with
             else:
@@ -286,7 +282,7 @@ class ShadowedModel:
                 weights,
                 self._kinds,
                 name,
-                require_checkpoint,
+                lambda: not self._is_written_otherwise,
                 read_served,
                 require_wanted,
                 pace,
@@ -303,7 +299,7 @@ class ShadowedModel:
                 "the update again"
             ) from dropped
         except Exception as error:
-            self._is_unplannable = not isinstance(error, NotNow)
+            self._is_unplannable = True
             # one reason for all
             why = str(error) if isinstance(error, Refused) else describe(error)
             self.ways = Plan(self._kinds, {}, dict.fromkeys(self._kinds, why), {}).ways(
@@ -912,8 +908,9 @@ _GRAPH_RUNNERS = (
 
 
 _WRITTEN_OTHERWISE = (
-    "updates have written it since its checkpoint was loaded: a whole update from disk brings one "
-    "to compare with"
+    "its weights are not those of a checkpoint on disk: updates have written them, or SGLang has "
+    "started with random ones (--load-format dummy). A whole update from disk brings some to "
+    "compare with"
 )
 
 

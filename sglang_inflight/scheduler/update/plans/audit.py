@@ -10,18 +10,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.changes.encoding import as_integers
-from sglang_inflight.scheduler.update.changes.handles import Handle
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
-from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
-from sglang_inflight.scheduler.update.plans.record import leave_unfinished
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.scratch import Scratch
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import Shadow
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
 logger = logging.getLogger(__name__)
@@ -55,9 +50,7 @@ class Audit:
         # others after a restart
         random.Random().shuffle(self._units)
         self._next = 0
-        self._scratch: Shadow | None = None
-        self._handles: list[Handle] = []
-        self._weights: dict[str, torch.Tensor] = {}
+        self._scratch: Scratch | None = None
         # the unit of each tensor to audit, and those of its tensors that came
         self._wanted: dict[str, tuple[str, ...]] = {}
         self._came: dict[str, torch.Tensor] = {}
@@ -107,66 +100,34 @@ class Audit:
                 self._compare({name: self._came.pop(name) for name in unit})
 
     def _compare(self, tensors: dict[str, torch.Tensor]) -> None:
-        scratch = self._build()
-        # (tensor, weight, its elements, what they shall be)
-        expected = []
-        for name, tensor in tensors.items():
-            flat = tensor.reshape(-1)
-            for place, move, through in self._plan.moves[name]:
-                to = move.target.view(self._weights[place].data)
-                of = move.source.view(cast(flat, through)).to(to.dtype)
-                # nothing that the loader leaves alone is right by chance
-                as_integers(to).copy_(as_integers(of).bitwise_not())
-                expected.append((name, place, to, of))
+        if self._scratch is None:
+            self._scratch = Scratch(self._plan, self._model, self._rate_limit)
+        scratch = self._scratch
+        expected = [e for name, tensor in tensors.items() for e in scratch.expect(name, tensor)]
         try:
             self._load(scratch, tensors)
-            different = [
-                (name, place)
-                for name, place, to, of in expected
-                if not are_equal(to, of, self._rate_limit)
-            ]
+            different = [] if self.why_not is not None else scratch.differing(expected)
         finally:
-            for handle in self._handles:
-                handle.release()
+            scratch.release()
         if self.why_not is not None:
             return
         if different:
-            name, place = different[0]
+            name, place, _, _ = different[0]
             raise Differs(
                 f"the model's loader does not put {shorten(name)!r} into {place!r} as its plan "
                 "says, for a reason that is not known. The next updates of that weight go by the "
                 "loader: send this one again",
-                [place for _, place in different],
+                [each.place for each in different],
             )
         self._audited += len(tensors)
 
-    def _load(self, scratch: Shadow, tensors: dict[str, torch.Tensor]) -> None:
-        loader: Any = scratch.model
-        # refuses communication: other ranks may be in a step
-        dataflow = Dataflow({}, before_write=_do_nothing)
+    def _load(self, scratch: Scratch, tensors: dict[str, torch.Tensor]) -> None:
         try:
-            with dataflow:
-                loader.load_weights(dataflow.receive_each(tensors.items()))
+            scratch.load(tensors.items())
         except Exception as error:
             self.why_not = f"the loader fails without other tensors: {describe(error)}"
             logger.warning("Updates by a plan are not audited: %s", self.why_not, exc_info=True)
 
-    def _build(self) -> Shadow:
-        if self._scratch is None:
-            self._scratch = Shadow(self._model, _HOST, self._handle_for)
-            leave_unfinished(self._scratch.model)
-            self._weights = {name: shadow for name, _, shadow in self._scratch.pairs}
-        return self._scratch
-
-    def _handle_for(self, weight: torch.Tensor) -> torch.Tensor:
-        handle = Handle(weight)
-        self._handles.append(handle)
-        return handle.tensor
-
     def _nbytes(self, unit: tuple[str, ...]) -> int:
         kinds = (self._plan.kinds[name] for name in unit)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds)
-
-
-def _do_nothing(write: Write) -> None:
-    pass

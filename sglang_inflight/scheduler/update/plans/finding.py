@@ -1,4 +1,4 @@
-"""Finds the plan of one model: recalled, or recorded and proven with the served checkpoint."""
+"""Finds the plan of one model: recalled, or recorded and proven."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import torch
 from torch import nn
 
+from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
+from sglang_inflight.scheduler.update.plans.trial import prove_by_loader
 from sglang_inflight.scheduler.update.rate import RateLimit
 
 
@@ -18,7 +20,7 @@ def find_plan(
     weights: Mapping[str, torch.Tensor],
     kinds: Mapping[str, Kind],
     name: str | None,
-    require_checkpoint: Callable[[], None],
+    serves_checkpoint: Callable[[], bool],
     read_served: Callable[[Container[str]], Iterable[tuple[str, torch.Tensor]]],
     check: Callable[[], None],
     rate_limit: RateLimit,
@@ -30,8 +32,12 @@ def find_plan(
     ``weights``: those that moves may write, as they are served, by name. ``restrict`` drops what
     else is left to the loader. ``kinds``: the served checkpoint's tensors.
 
-    ``require_checkpoint`` raises if another is served, or none. ``read_served`` gets names, and
-    yields these tensors of it, or more. ``name``: that of the plan in the cache, None to keep none.
+    ``serves_checkpoint``: whether that is what is served, and not only of its kinds. Then
+    ``read_served`` gets names, and yields these tensors of it, or more. Else the model's loader
+    proves the plan (``trial.py``).
+
+    ``name``: that of the plan in the cache, None to keep none. A plan is kept if another server
+    would find the same one: what is served here, and the memory here, have left nothing out.
     ``check`` raises to give up. Raises what these raise.
     """
     plan = recall(name) if name is not None else None
@@ -39,12 +45,15 @@ def find_plan(
         plan.fit(weights)
         restrict(plan)
         return plan
-    require_checkpoint()
     plan = Plan.of(record(model, kinds), kinds, weights)
-    plan.prove(read_served(plan.needed), weights, check, rate_limit)
+    if serves_checkpoint():
+        is_proven = plan.prove(read_served(plan.needed), weights, check, rate_limit)
+    else:
+        host_bytes = available_to_this_rank()
+        is_proven = prove_by_loader(plan, model, check, rate_limit, host_bytes)
     # other weights may be served by now
     check()
     restrict(plan)
-    if name is not None:
+    if name is not None and is_proven:
         remember(name, plan)
     return plan

@@ -1,7 +1,8 @@
 """The plan of one model: which of its weights are written by moves alone, and by which.
 
     recorded    the loader's run on tensors without memory says so (``record.py``)
-    proven      the checkpoint that is served, moved, is what is served
+    proven      the checkpoint that is served, moved, is what is served; or the model's loader makes
+                the same of other content (``trial.py``)
     dropped     a weight for which that is wrong goes by the loader, with all tensors that write it
 
 Elements that no move reaches are constants, such as padding, or were set by the model itself: they
@@ -138,13 +139,15 @@ class Plan:
         weights: Mapping[str, torch.Tensor],
         check: Callable[[], None],
         rate_limit: RateLimit,
-    ) -> None:
+    ) -> bool:
         """Drop each weight that differs from what the ``served`` checkpoint's moves give.
+
+        Return whether none does.
 
         ``weights`` are only read. ``check`` raises to give up. A tensor of another kind than
         planned, and one that does not come, leaves its weights unproven: they are dropped.
         """
-        missing = set(self.needed)
+        missing, count = set(self.needed), len(self.writers)
         for name, tensor in served:
             check()
             if name not in self.moves or self.kinds[name] != (tuple(tensor.shape), tensor.dtype):
@@ -159,6 +162,7 @@ class Plan:
         for name in sorted(missing & self.moves.keys()):
             for place, _, _ in self.moves.get(name, ()):
                 self.drop(place, f"the served checkpoint does not bring {name!r} as planned")
+        return len(self.writers) == count
 
     def _moves_into(self, place: str) -> Iterator[tuple[str, Move]]:
         for name in self.writers[place]:
