@@ -5,21 +5,27 @@ Only what the loader writes takes room there. One thread at a time uses a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.changes.handles import Handle
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    COMMUNICATION,
+    Dataflow,
+    without_threads,
+)
 from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
 from sglang_inflight.scheduler.update.plans.record import leave_unfinished
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.scheduler.update.shadow import Shadow
 
 _HOST = torch.device("cpu")
+_COPY = torch.ops.aten.copy_.default
 
 
 class Expected(NamedTuple):
@@ -58,10 +64,8 @@ class Scratch:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Let the model's loader put ``tensors`` into the copy. Raise what it raises."""
-        # refuses communication: other ranks may be in a step
-        dataflow = Dataflow({}, before_write=_do_nothing, rate_limit=self._rate_limit)
-        with dataflow:
-            self._loader.load_weights(dataflow.receive_each(tensors))
+        with _Alone(self._rate_limit):
+            self._loader.load_weights(_apart(tensors))
 
     def differing(self, expected: Iterable[Expected]) -> list[Expected]:
         """Return those of ``expected`` that the loader has made something else."""
@@ -78,5 +82,31 @@ class Scratch:
         return handle.tensor
 
 
-def _do_nothing(write: Write) -> None:
-    pass
+class _Alone(TorchDispatchMode):
+    """Refuses communication: other ranks may be in a step. Copies are paced."""
+
+    def __init__(self, rate_limit: RateLimit) -> None:
+        super().__init__()
+        self._rate_limit = rate_limit
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in COMMUNICATION:
+            raise RuntimeError(f"it communicates between ranks ({func})")
+        if func is _COPY:
+            copy_in_pieces(self._rate_limit, *args, **(kwargs or {}))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _apart(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``tensors`` to a loader whose operations are watched; those that make them are not."""
+    pairs = iter(tensors)
+    while True:
+        with Dataflow.untraced():
+            if (pair := next(pairs, None)) is None:
+                return
+        yield without_threads(*pair)

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
-from sglang_inflight.scheduler.update.checks.tensors import FLOATS
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.scratch import Expected, Scratch
@@ -177,7 +176,8 @@ class _Trial:
 
 
 def _make_finite(row: torch.Tensor) -> None:
-    """Put a number in place of NaN and infinity: a loader may refuse them."""
+    """Clear the first bit of each exponent: a loader may refuse NaN and infinity."""
     if row.dtype.is_floating_point and row.dtype is not torch.float4_e2m1fn_x2:
-        numbers = row if row.dtype in FLOATS else row.float()
-        as_integers(row).masked_fill_(numbers.isfinite().logical_not_(), 1)
+        bits = as_integers(row)
+        first = 1 << (8 * row.itemsize - 2)
+        bits.bitwise_and_(0xFF - first if row.itemsize == 1 else ~first)
