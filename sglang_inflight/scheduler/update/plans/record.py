@@ -83,7 +83,7 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
     recorder = Recorder(twin.targets())
     loader: Any = twin.model
     try:
-        with torch.no_grad(), recorder.following():
+        with torch.no_grad(), recorder:
             loader.load_weights(recorder.receive_each(_without_memory(tensors)))
             # what it computes from weights is no move
             refresh_derived(twin.model)

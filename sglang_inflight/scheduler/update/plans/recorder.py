@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.checks.dataflow import (
@@ -44,6 +42,7 @@ from sglang_inflight.storages import memory_key
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _CAST = _aten._to_copy.default
+_ITEM = _aten._local_scalar_dense.default
 _FILL = _aten.fill_.Scalar
 _FILLS = (_FILL, _aten.fill_.Tensor, _aten.zero_.default)
 # operations whose result has elements of their arguments, and the arguments that are positions
@@ -63,6 +62,8 @@ _MOVES_DATA: dict[Any, tuple[int, ...]] = {
     _aten.slice_scatter.default: (),
     _aten.stack.default: (),
 }
+# Python's frames between an operation and the method that it is dispatched to, and one
+_FRAMES_OF_DISPATCH = 4
 # most elements of a tensor in between that are followed, 8 bytes each
 _MOST_FOLLOWED = 1 << 27
 
@@ -157,28 +158,6 @@ class _Sets:
         return {name: None if root in late else root for name, root in roots.items()}
 
 
-class _Numbers(TorchFunctionMode):
-    """Lets SGLang's own loader fill a weight of one element, which it does by a number.
-
-    A tensor without memory has no number. Other readers get torch's error: they may compute with
-    the number, or decide by it.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_fill = func is torch.Tensor.item and (
-            sys._getframe(1).f_code is default_weight_loader.__code__
-        )
-        if is_fill and (number := self._recorder.number_of(args[0])) is not None:
-            return number
-        return func(*args, **(kwargs or {}))
-
-
 class Recorder(TorchDispatchMode):
     """Follows one run of a loader on tensors of the meta device, on the thread of that run."""
 
@@ -199,31 +178,23 @@ class Recorder(TorchDispatchMode):
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow what this thread does in this context."""
-        with _Numbers(self), self:
-            yield
-
     @property
     def current(self) -> str | None:
         """The last tensor that the loader has got."""
         return self._names[-1] if self._names else None
 
-    def number_of(self, tensor: torch.Tensor) -> float | None:
-        """Return a number for the received element that is about to fill a weight, else None."""
-        found = self._received.get(memory_key(tensor))
-        if found is None or found[1]:
-            return None
-        self._number = int(tensor.storage_offset()), self._names[found[0]]
-        return 0.0
-
     def receive_each(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Follow ``weights``, each contiguous and in a memory of its own, on their way."""
-        for name, tensor in weights:
-            self._received[self._keep(tensor)] = len(self._names), ()
+        pairs = iter(weights)
+        while True:
+            # the making of a tensor is no operation of the loader's
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                if (pair := next(pairs, None)) is None:
+                    break
+                name, tensor = pair
+                self._received[self._keep(tensor)] = len(self._names), ()
             self._names.append(name)
             self._asked = name
             yield without_threads(name, tensor)
@@ -253,6 +224,8 @@ class Recorder(TorchDispatchMode):
         if self._number is not None and func is not _FILL:
             self._leave_out({self._number[1]}, "its value is read")
             self._number = None
+        if func is _ITEM and (number := self._number_of(args[0])) is not None:
+            return number
         written = written_arguments(func)
         read: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
@@ -271,6 +244,18 @@ class Recorder(TorchDispatchMode):
         else:
             self._follow(f"{func}", result, read)
         return result
+
+    def _number_of(self, tensor: torch.Tensor) -> float | None:
+        """Return a number for a received element with which SGLang fills a weight, else None.
+
+        SGLang's own loader copies a tensor of one element so. A tensor without memory has no
+        number. Other readers get torch's error: they may compute with it, or decide by it.
+        """
+        found = self._received.get(memory_key(tensor))
+        if found is None or found[1] or not _is_called_by(default_weight_loader.__code__):
+            return None
+        self._number = int(tensor.storage_offset()), self._names[found[0]]
+        return 0.0
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
         of = of.expand(to.shape)
@@ -538,6 +523,18 @@ def _with_addresses(value: Any, found: Mapping[int, torch.Tensor | None]) -> Any
     if isinstance(value, list | tuple):
         return type(value)(_with_addresses(item, found) for item in value)
     return value
+
+
+def _is_called_by(code: CodeType) -> bool:
+    """Return whether ``code`` asked for the operation that a dispatch mode is about to make."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES_OF_DISPATCH):
+        if frame.f_code is code:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _count_users_of_kept_memory() -> int:
