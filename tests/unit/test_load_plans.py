@@ -67,11 +67,12 @@ def recorded(model: nn.Module, tensors: Tensors) -> Recorded:
 def replay(found: Recorded, model: nn.Module, tensors: Tensors) -> None:
     weights = dict(model.named_parameters())
     for name, tensor in tensors.items():
-        for place, each, through in found.moves.get(name, ()):
+        for each in found.moves.get(name, ()):
             source = tensor.view(-1)
-            for dtype in through:
+            for dtype in each.through:
                 source = source.to(dtype)
-            each.target.view(weights[place].data).copy_(each.source.view(source))
+            to = each.move.target.view(weights[each.place].data)
+            to.copy_(each.move.source.view(source))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -106,7 +107,7 @@ def test_casts_and_narrow_dtypes_are_proven(dtype: torch.dtype) -> None:
 def wrong(plan: Plan, name: str, **other: Any) -> None:
     """Let the first move of ``name`` be another than the loader's."""
     (planned,) = plan.moves[name]
-    plan.moves[name] = (planned._replace(move=planned.move._replace(**other)),)
+    plan.moves[name] = (replace(planned, move=planned.move._replace(**other)),)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_move_without_the_loaders_cast_is_not_proven() -> None:
     kinds = dict.fromkeys(NAMES, Kind(SHAPE, torch.float32))
     model = Casts()
     plan = plan_of(model, kinds)
-    plan.moves["b"] = (plan.moves["b"][0]._replace(through=()),)
+    plan.moves["b"] = (replace(plan.moves["b"][0], through=()),)
     assert tried(model, plan)
     assert plan.by_loader.keys() == {"b"}
 

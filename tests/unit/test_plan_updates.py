@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans import audit, remembered
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import kinds_of, record
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
@@ -442,6 +445,47 @@ def test_recalled_plan_is_the_one_remembered(
     assert found is not None
     assert vars(found) == vars(plan)
     assert recall("another") is None
+
+
+class Layers(nn.Module):
+    """Layers of experts that are all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in range(LAYERS):
+            self.register_parameter(f"layer{layer}", _parameter(4, 3, 2))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            layer, _, expert = name.partition(".")
+            getattr(self, layer).data[int(expert)].copy_(tensor)
+
+
+LAYERS = 50
+
+
+@pytest.mark.parametrize("recalled", [False, True])
+def test_collector_has_nothing_to_do_for_each_tensor_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, *, recalled: bool
+) -> None:
+    """A full collection holds the interpreter, and a model may have 140,000 tensors."""
+    monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
+    model = Layers()
+    names = [f"layer{layer}.{expert}" for layer in range(LAYERS) for expert in range(4)]
+    kinds = kinds_of(dict.fromkeys(names, ((3, 2), DTYPE)))
+    plan: Plan | None = Plan.of(record(model, kinds), kinds, dict(model.named_parameters()))
+    if recalled:
+        assert plan is not None
+        remember("one", plan)
+        plan = recall("one")
+    assert plan is not None
+    assert plan.needed == set(names)
+    # a tuple is left out once a collection has seen that it holds nothing to collect
+    gc.collect()
+    planned = [each for moves in plan.moves.values() for each in moves]
+    assert not any(map(gc.is_tracked, (*plan.moves.values(), *planned)))
+    assert len({id(each.move) for each in planned}) == 4
+    assert len({id(kind) for kind in plan.kinds.values()}) == 1
 
 
 def test_file_that_is_no_plan_is_found_anew(

@@ -67,6 +67,7 @@ from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
 from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
+from sglang_inflight.scheduler.update.plans.record import kinds_of
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, paced, use_one_core
 from sglang_inflight.scheduler.update.shadow import weights_of
@@ -655,7 +656,7 @@ class ShadowedModel:
             with AbandonableThread(check) as thread:
                 stored, config = thread.do(self._read_checkpoint)
             self._checkpoint_shapes = {name: tensor.shape for name, tensor in stored.items()}
-            self._kinds = {name: PlanKind(*tensor) for name, tensor in stored.items()}
+            self._kinds = kinds_of(stored)
             self._quantizer = Quantizer(find_quantized(stored, config))
 
     @property

@@ -72,8 +72,8 @@ class Plan:
         """Return this plan, with ``writers`` by its moves."""
         self.writers = {}
         for name, planned in self.moves.items():
-            for place, _, _ in planned:
-                self.writers.setdefault(place, set()).add(name)
+            for each in planned:
+                self.writers.setdefault(each.place, set()).add(name)
         return self
 
     @property
@@ -154,14 +154,17 @@ class Plan:
                 continue
             missing.discard(name)
             flat = tensor.reshape(-1)
-            for place, move, through in self.moves[name]:
-                to = move.target.view(weights[place].data)
-                if not are_equal(to, move.source.view(cast(flat, through)), rate_limit):
-                    self.drop(place, "the served weight has another content than its moves give")
+            for each in self.moves[name]:
+                to = each.move.target.view(weights[each.place].data)
+                of = each.move.source.view(cast(flat, each.through))
+                if not are_equal(to, of, rate_limit):
+                    self.drop(
+                        each.place, "the served weight has another content than its moves give"
+                    )
                     break
         for name in sorted(missing & self.moves.keys()):
-            for place, _, _ in self.moves.get(name, ()):
-                self.drop(place, f"the served checkpoint does not bring {name!r} as planned")
+            for each in self.moves.get(name, ()):
+                self.drop(each.place, f"the served checkpoint does not bring {name!r} as planned")
         return len(self.writers) == count
 
     def _moves_into(self, place: str) -> Iterator[tuple[str, Move]]:

@@ -35,6 +35,16 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
+def kinds_of(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Kind]:
+    """Return the kinds of tensors by name: one object for all equal ones."""
+    shared: dict[Kind, Kind] = {}
+    kinds = {}
+    for name, (shape, dtype) in stored.items():
+        kind = Kind(shape, dtype)
+        kinds[name] = shared.setdefault(kind, kind)
+    return kinds
+
+
 def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
     """Return where the loader of ``model`` puts each of ``tensors``, in their order.
 

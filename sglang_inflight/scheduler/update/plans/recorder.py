@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,8 +69,11 @@ _FRAMES_OF_DISPATCH = 4
 _MOST_FOLLOWED = 1 << 27
 
 
-class Planned(NamedTuple):
-    """A move into the target ``place``, through other dtypes before that of the target."""
+class Planned(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A move into the target ``place``, through other dtypes before that of the target.
+
+    A model may have a hundred thousand. Python's garbage collector sees none of them.
+    """
 
     place: str
     move: Move
@@ -174,6 +178,8 @@ class Recorder(TorchDispatchMode):
         # the tensor that the loader has got last; None after it has got all
         self._asked: str | None = None
         self._together = _Sets()
+        # one object for all equal moves
+        self._moves: dict[Move, Move] = {}
         self._unplanned: dict[str, str] = {}
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
@@ -266,7 +272,7 @@ class Recorder(TorchDispatchMode):
             found = self._received.get(memory_key(of))
             if found is not None:
                 number, through = found
-                planned = Planned(target.name, move(Box.of(of), Box.of(to)), through)
+                planned = self._planned(target, move(Box.of(of), Box.of(to)), through)
                 writes: list[tuple[str | None, Planned]] = [(self._names[number], planned)]
             else:
                 writes = [*self._moves_between(target, to, of)]
@@ -283,9 +289,15 @@ class Recorder(TorchDispatchMode):
         try:
             for number, each in moves_of(content.found.contiguous(), Box.of(to)):
                 name = None if number is None else self._names[number]
-                yield name, Planned(target.name, each, content.through)
+                yield name, self._planned(target, each, content.through)
         except TooMany:
             self._spoil(target, content.names, "the loader mixes its elements")
+
+    def _planned(
+        self, target: _Target, found: Move, through: tuple[torch.dtype, ...] = ()
+    ) -> Planned:
+        # layers are alike
+        return Planned(target.name, self._moves.setdefault(found, found), through)
 
     def _copy_between(self, to: torch.Tensor, of: torch.Tensor) -> None:
         before, content = self._memory(to), self._content(of)
@@ -320,7 +332,7 @@ class Recorder(TorchDispatchMode):
         elif target.kind is not Kind.FOREIGN and to.numel():
             offset, name = (0, None) if number is None else number
             box = Box(offset, tuple(to.shape), (0,) * to.dim())
-            target.writes.append((name, Planned(target.name, move(box, Box.of(to)))))
+            target.writes.append((name, self._planned(target, move(box, Box.of(to)))))
             self._together.join([name], self._asked)
 
     def _move(
@@ -487,14 +499,15 @@ class Recorder(TorchDispatchMode):
             for target, why in found:
                 computed[target.name] = why
                 self._leave_out(target.names_behind(), why)
-        planned_names = [name for name in self._names if name not in self._unplanned]
-        moves: dict[str, dict[Planned, None]] = {name: {} for name in planned_names}
+        moves: dict[str, tuple[Planned, ...]] = {
+            name: () for name in self._names if name not in self._unplanned
+        }
         for target in targets:
-            for name, planned in target.writes:
+            for name, planned in dict.fromkeys(target.writes):
                 if name in moves:
-                    moves[name].setdefault(planned)
+                    moves[name] += (planned,)
         return Recorded(
-            {name: tuple(found) for name, found in moves.items()},
+            moves,
             dict(self._unplanned),
             computed,
             frozenset(

@@ -24,7 +24,7 @@ from sglang_inflight.scheduler.update.rate import yield_gil
 logger = logging.getLogger(__name__)
 
 # counted up when a file says something else, or a plan is found by other rules
-_FORMAT = 1
+_FORMAT = 2
 # tensors decoded in one go: a call holds the interpreter
 _AT_ONCE = 512
 
@@ -48,14 +48,23 @@ def recall(name: str) -> Plan | None:
     if content is None:
         return None
     plan = Plan({}, {}, {}, {})
+    # layers are alike: one object for all equal ones
+    shared: dict[Any, Any] = {}
     try:
         for part in msgspec.msgpack.decode(content, type=list[msgspec.Raw]):
             for entry in _decoder.decode(part):
-                plan.kinds[entry.name] = entry.kind
+                plan.kinds[entry.name] = shared.setdefault(entry.kind, entry.kind)
                 if entry.unit != "":
                     plan.together[entry.name] = entry.unit
                 if entry.by_loader is None:
-                    plan.moves[entry.name] = entry.moves
+                    plan.moves[entry.name] = tuple(
+                        Planned(
+                            shared.setdefault(each.place, each.place),
+                            shared.setdefault(each.move, each.move),
+                            each.through,
+                        )
+                        for each in entry.moves
+                    )
                 else:
                     plan.by_loader[entry.name] = entry.by_loader
             yield_gil()

@@ -153,12 +153,12 @@ class Replay:
         if not len(indices):
             return True
         at = indices.to(values.device, torch.int64)
-        for place, whole, through in moves:
-            for move in without_repeats(whole):
+        for each in moves:
+            for move in without_repeats(each.move):
                 inside, to = locate(move, at)
-                cut = cast(values, through)[inside]
+                cut = cast(values, each.through)[inside]
                 if len(cut):
-                    patch = Patch(self._weights[place], to[inside], cut)
+                    patch = Patch(self._weights[each.place], to[inside], cut)
                     self._form.patch(patch, again=is_again)
                 self._rate_limit.spend(5 * at.nbytes)
         return True
@@ -194,11 +194,12 @@ class Replay:
     def _moved(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Moved]:
         moves, weights = self._plan.moves, self._weights
         for name, tensor in paced(batch):
-            for place, move, through in moves[name]:
+            for each in moves[name]:
+                move, through = each.move, each.through
                 of = cast(tensor, through) if through else tensor
                 if move.of_strides != (1,) or move.sizes != tensor.shape:
                     of = move.source.view(of)
-                yield Moved(weights[place], move.target, of)
+                yield Moved(weights[each.place], move.target, of)
 
     # ---- values ----------------------------------------------------------------------------
 
@@ -233,10 +234,10 @@ class Replay:
         if largest <= HELD_BY_ALL:
             return
         value = torch.tensor(largest, dtype=torch.float64)
-        for place, _, through in self._plan.moves[name]:
-            for dtype in (*through, self._weights[place].live.dtype):
+        for each in self._plan.moves[name]:
+            for dtype in (*each.through, self._weights[each.place].live.dtype):
                 if dtype in FLOATS and value.to(dtype).isinf():
-                    raise infinite_refusal(name, largest, place, dtype)
+                    raise infinite_refusal(name, largest, each.place, dtype)
 
     # ---- the model's loader ------------------------------------------------------------------
 

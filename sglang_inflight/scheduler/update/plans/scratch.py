@@ -53,13 +53,13 @@ class Scratch:
         """Return what the loader shall make of ``tensor``. Until it does, each element is wrong."""
         flat = tensor.reshape(-1)
         expected = []
-        for place, move, through in self._plan.moves[name]:
-            to = move.target.view(self._weights[place].data)
-            of = move.source.view(cast(flat, through)).to(to.dtype)
+        for each in self._plan.moves[name]:
+            to = each.move.target.view(self._weights[each.place].data)
+            of = each.move.source.view(cast(flat, each.through)).to(to.dtype)
             for part, right in self._rate_limit.cut(to, of):
                 # nothing that the loader leaves alone is right by chance
                 as_integers(part).copy_(as_integers(right).bitwise_not())
-            expected.append(Expected(name, place, to, of))
+            expected.append(Expected(name, each.place, to, of))
         return expected
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -167,8 +167,8 @@ class _Trial:
     def _leave_out(self, names: Sequence[str], why: str) -> None:
         self._is_whole = False
         for name in names:
-            for place, _, _ in self._plan.moves.get(name, ()):
-                self._plan.drop(place, why)
+            for each in self._plan.moves.get(name, ()):
+                self._plan.drop(each.place, why)
 
     def _nbytes(self, names: Sequence[str]) -> int:
         kinds = (self._plan.kinds[name] for name in names)
