@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.scratch import Scratch
+from sglang_inflight.scheduler.update.plans.twin import Twin
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
@@ -50,7 +50,7 @@ class Audit:
         # others after a restart
         random.Random().shuffle(self._units)
         self._next = 0
-        self._scratch: Scratch | None = None
+        self._twin: Twin | None = None
         # the unit of each tensor to audit, and those of its tensors that came
         self._wanted: dict[str, tuple[str, ...]] = {}
         self._came: dict[str, torch.Tensor] = {}
@@ -100,15 +100,15 @@ class Audit:
                 self._compare({name: self._came.pop(name) for name in unit})
 
     def _compare(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self._scratch is None:
-            self._scratch = Scratch(self._plan, self._model, self._rate_limit)
-        scratch = self._scratch
-        expected = [e for name, tensor in tensors.items() for e in scratch.expect(name, tensor)]
+        if self._twin is None:
+            self._twin = Twin(self._plan, self._model, self._rate_limit)
+        twin = self._twin
+        expected = [e for name, tensor in tensors.items() for e in twin.expect(name, tensor)]
         try:
-            self._load(scratch, tensors)
-            different = [] if self.why_not is not None else scratch.differing(expected)
+            self._load(twin, tensors)
+            different = [] if self.why_not is not None else twin.differing(expected)
         finally:
-            scratch.release()
+            twin.release()
         if self.why_not is not None:
             return
         if different:
@@ -121,9 +121,9 @@ class Audit:
             )
         self._audited += len(tensors)
 
-    def _load(self, scratch: Scratch, tensors: dict[str, torch.Tensor]) -> None:
+    def _load(self, twin: Twin, tensors: dict[str, torch.Tensor]) -> None:
         try:
-            scratch.load(tensors.items())
+            twin.load(tensors.items())
         except Exception as error:
             self.why_not = f"the loader fails without other tensors: {describe(error)}"
             logger.warning("Updates by a plan are not audited: %s", self.why_not, exc_info=True)

@@ -2,7 +2,7 @@
 
 SGLang may have started with random weights (``--load-format dummy``), and updates may have written
 something that is on no disk. Where a loader puts tensors does not depend on that. So it gets random
-bits for each tensor of the plan, into a copy of the model (``scratch.py``), and what it makes of
+bits for each tensor of the plan, into a copy of the model (``twin.py``), and what it makes of
 them is compared with what the moves give.
 
 An update by this plan is what the same update by the loader is. That is all that the plan of a
@@ -23,7 +23,7 @@ from torch import nn
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
-from sglang_inflight.scheduler.update.plans.scratch import Expected, Scratch
+from sglang_inflight.scheduler.update.plans.twin import Expected, Twin
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import describe
 
@@ -67,7 +67,7 @@ class _Trial:
         host_bytes: int,
     ) -> None:
         self._plan = plan
-        self._scratch = Scratch(plan, model, rate_limit)
+        self._twin = Twin(plan, model, rate_limit)
         self._check = check
         self._rate_limit = rate_limit
         self._random = torch.Generator().manual_seed(_SEED)
@@ -104,7 +104,7 @@ class _Trial:
         while self._waiting:
             why = ""
             try:
-                self._scratch.load(self._tensors())
+                self._twin.load(self._tensors())
                 self._compare()
             except Exception as error:
                 # the loader may have raised another one for it
@@ -120,7 +120,7 @@ class _Trial:
                 self._waiting.clear()
             self._leave_out(self._unit, f"the loader does not take it without others{why}")
             self._unit = ()
-        self._scratch.release()
+        self._twin.release()
         return self._is_whole
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,7 +131,7 @@ class _Trial:
                 self._check()
                 tensor = self._content(self._plan.kinds[name], is_planned=name in self._plan.moves)
                 if name in self._plan.moves:
-                    self._expected += self._scratch.expect(name, tensor)
+                    self._expected += self._twin.expect(name, tensor)
                 yield name, tensor
                 nbytes += tensor.nbytes
             if self._unit == self._late:
@@ -140,10 +140,10 @@ class _Trial:
             self._compare()
             if nbytes > _MOST_BYTES:
                 nbytes = 0
-                self._scratch.release()
+                self._twin.release()
 
     def _compare(self) -> None:
-        for different in self._scratch.differing(self._expected):
+        for different in self._twin.differing(self._expected):
             logger.warning("The loader does not put %r as planned", different.name)
             self._plan.drop(different.place, "the loader puts something else than its moves there")
         self._unit, self._expected = (), []

@@ -37,7 +37,7 @@ class Expected(NamedTuple):
     of: torch.Tensor
 
 
-class Scratch:
+class Twin:
     """A copy of the model that a plan was recorded from. The model is only read."""
 
     def __init__(self, plan: Plan, model: nn.Module, rate_limit: RateLimit) -> None:
