@@ -33,8 +33,11 @@ from sglang_inflight.vocabulary.answers import (
 )
 from sglang_inflight.vocabulary.answers import NewRequests as NewRequests
 from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
+from sglang_inflight.vocabulary.bodies import BUCKETS as BUCKETS
+from sglang_inflight.vocabulary.bodies import FLATTENED_BUCKET as FLATTENED_BUCKET
 from sglang_inflight.vocabulary.bodies import SERVED as SERVED
 from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
+from sglang_inflight.vocabulary.bodies import SPARSE_BUCKET as SPARSE_BUCKET
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
@@ -58,14 +61,9 @@ NEEDS_ONE_GPU = (
     "of each server rank"
 )
 
-# a load_format: tensors concatenated into one tensor of bytes
-FLATTENED_BUCKET = "flattened_bucket"
-# a load_format: a flattened_bucket of the tensors of ``SPARSE``
-SPARSE_BUCKET = "sparse_bucket"
 # a load_format: this rank's parameters, under the model's own names
 DIRECT = "direct"
 
-BUCKETS = (FLATTENED_BUCKET, SPARSE_BUCKET)
 SPARSE_FORMATS = (SPARSE, SPARSE_BUCKET)
 # tensors that the model's own loader takes
 OF_CHECKPOINT = (None, FLATTENED_BUCKET, *SPARSE_FORMATS)
@@ -100,22 +98,38 @@ class PayloadFile(msgspec.Struct, tag=True, kw_only=True):
 Payload = bytes | PayloadFile
 
 
-class TensorSource(msgspec.Struct, tag=True, kw_only=True):
+class LaidOut(msgspec.Struct, kw_only=True):
+    """A source with the layout of its tensors: whole, or by its digest.
+
+    With a digest the front end empties the lists. A layout that is new to the ranks comes in
+    ``layout_parts`` instead: the scheduler's thread passes bytes on, and the staging thread decodes
+    them. So no work of the scheduler's thread grows with the number of tensors.
+    """
+
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    layout_digest: str | None = None
+    # see ``vocabulary/layouts.py``; none if the ranks keep the layout
+    layout_parts: list[bytes] = []
+    # digests of layouts that the ranks need not keep any more
+    forgets_layouts: list[str] = []
+
+
+class TensorSource(LaidOut, tag=True, kw_only=True):
     """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank.
 
-    Replicas may share payloads, and so may the stages of a pipeline.
+    Replicas may share payloads, and so may the stages of a pipeline. With a layout, each payload is
+    one tensor of bytes.
     """
 
     serialized_named_tensors: list[Payload]
     load_format: str | None = None
 
 
-class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
+class DistributedSource(LaidOut, tag=True, kw_only=True):
     """Tensors in the order in which rank 0 of ``group_name`` broadcasts them."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
     group_name: str
     load_format: str | None = None
     # size limit of a bucket: the tensor that exceeds it is the bucket's last one.

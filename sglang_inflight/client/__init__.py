@@ -5,8 +5,8 @@ many         ``Fleet``    ``AsyncFleet``
 
 ``Sender`` broadcasts a trainer's weights to one server or many. ``changes_since``, ``Snapshot`` and
 ``write_changes`` find and write what a version changes. ``digests`` says what is sent, for the
-server to compare. These need torch. ``spans`` reads each
-token's version from an answer.
+server to compare. These need torch. ``layout_digest`` names the layout of tensors, so that it is
+sent once. ``spans`` reads each token's version from an answer.
 """
 
 from sglang_inflight.client.answers import NoAnswer, Session, WrongAnswer
@@ -39,6 +39,7 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     Status,
 )
+from sglang_inflight.vocabulary.layouts import layout_digest
 
 __all__ = [
     "AsyncClient",
@@ -76,6 +77,7 @@ __all__ = [
     "digest_of_all",
     "digests",
     "in_order",
+    "layout_digest",
     "read_spans",
     "version_per_token",
     "write_changes",

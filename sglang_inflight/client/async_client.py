@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import uuid
@@ -33,6 +34,7 @@ from sglang_inflight.client.fields import (
     Progress,
     UpdateFields,
 )
+from sglang_inflight.client.layouts import SentLayouts
 from sglang_inflight.vocabulary.answers import (
     Begun,
     Expected,
@@ -131,6 +133,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport
         )
+        self._layouts = SentLayouts()
         self._session_id: str | None = None
         self._is_sealed = False
         self._runs_with_us = False
@@ -269,16 +272,20 @@ class AsyncClient:
         ``/update_weights_from_…`` (docs/api.md). Running requests keep their KV by default; see
         ``flush_cache`` and ``kv_cache``. The event loop calls ``on_progress`` a few times a
         second.
+
+        Beside ``names``, ``dtypes`` and ``shapes``, ``layout_digest`` saves their repetition: they
+        are sent once, and again to a server that does not keep them any more.
         """
         given: Json = {**fields}
         body = {"non_blocking": True, "flush_cache": False, **given}
+        send = functools.partial(
+            self._post,
+            f"update_weights_from_{source}",
+            patience_s=self.timeout_s + (fields.get("timeout_s") or UPDATE_S),
+            session_id=self._session_id,
+        )
         async with self._reporting(on_progress):
-            answer = await self._post(
-                f"update_weights_from_{source}",
-                patience_s=self.timeout_s + (fields.get("timeout_s") or UPDATE_S),
-                session_id=self._session_id,
-                **body,
-            )
+            answer = await self._layouts.send(send, body)
         # without base_version the call became a piece of a session begun in SGLang's way
         if "base_version" in answer:
             return self._read(Receipt, answer)

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_inflight.client.changes import Change, require_whole
 from sglang_inflight.tensor_digest import digests
+from sglang_inflight.vocabulary.bodies import FLATTENED_BUCKET, SPARSE_BUCKET
+from sglang_inflight.vocabulary.layouts import layout_digest
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_inflight.client.changes import NamedTensor
+
+
+# Fewest tensors in a layout that servers keep. Buckets of large tensors have few, and there are
+# thousands of such buckets.
+FEWEST_KEPT = 128
 
 
 class Piece(NamedTuple):
@@ -25,11 +32,11 @@ class Piece(NamedTuple):
     def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
         """Raises ``TypeError`` for a non-tensor, and for a shard of a tensor."""
         require_whole(name, tensor)
-        return cls("flattened_bucket", [(name, tensor)])
+        return cls(FLATTENED_BUCKET, [(name, tensor)])
 
     @classmethod
     def sparse(cls, name: str, change: Change) -> Piece:
-        return cls("sparse_bucket", change.named(name))
+        return cls(SPARSE_BUCKET, change.named(name))
 
     @property
     def nbytes(self) -> int:
@@ -48,9 +55,17 @@ class Bucket:
     # a tensor's name -> its digest before it was flattened; None if nobody asked for digests
     digests: dict[str, str] | None
 
+    @property
+    def layout_digest(self) -> str | None:
+        """Digest of the layout, if it is worth to be kept: it is long, and may come again."""
+        if self.load_format != FLATTENED_BUCKET or len(self.names) < FEWEST_KEPT:
+            return None
+        return layout_digest(self.names, self.dtypes, self.shapes)
+
     def describe(self) -> dict[str, object]:
         """Return the bucket's fields of an update's body."""
         return {
+            "layout_digest": self.layout_digest,
             "names": self.names,
             "dtypes": self.dtypes,
             "shapes": self.shapes,

@@ -52,10 +52,12 @@ class UpdateFields(DiskOptions, total=False):
     model_path: str
     # an update from tensors, in base64
     serialized_named_tensors: list[str]
-    # a broadcast
+    # a broadcast, or a bucket of tensors
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    # ``layout_digest`` computes it from the three lists
+    layout_digest: str | None
     group_name: str
     # an update from a checkpoint engine
     zmq_handles: dict[str, str]

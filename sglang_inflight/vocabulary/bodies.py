@@ -13,6 +13,7 @@ import msgspec
 
 from sglang_inflight.vocabulary.answers import NewRequests, PauseMode
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.layouts import LayoutDigest
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ DEFAULT_GROUP = "weight_update_group"
 SPARSE = "sparse"
 # a load_format: the weights that another server serves, as it has saved them
 SERVED = "served"
+# a load_format: tensors concatenated into one tensor of bytes
+FLATTENED_BUCKET = "flattened_bucket"
+# a load_format: a flattened_bucket of the tensors of ``SPARSE``
+SPARSE_BUCKET = "sparse_bucket"
+
+BUCKETS = (FLATTENED_BUCKET, SPARSE_BUCKET)
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -213,21 +220,51 @@ def _warn_that_graphs_stay() -> None:
     )
 
 
-class TensorBody(UpdateBody, kw_only=True):
+class LaidOutBody(UpdateBody, kw_only=True):
+    """Fields of an update of mere bytes: the layout of its tensors, or the layout's digest."""
+
+    names: list[str] | None = None
+    dtypes: list[str] | None = None
+    shapes: list[list[int]] | None = None
+    # beside a layout: the server keeps it. Alone: it stands for the layout that came with it before
+    layout_digest: LayoutDigest | None = None
+    load_format: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layout = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+        missing = [name for name, given in layout.items() if given is None]
+        if missing and len(missing) < len(layout):
+            raise Refused(f"names, dtypes and shapes belong together: `{missing[0]}` is missing")
+
+
+class TensorBody(LaidOutBody, kw_only=True):
     sglang = "UpdateWeightsFromTensorReqInput"
 
     serialized_named_tensors: list[bytes]
-    load_format: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_layout = self.names is not None or self.layout_digest is not None
+        if has_layout and self.load_format not in BUCKETS:
+            raise Refused(
+                "names, dtypes, shapes and layout_digest describe the tensors of a bucket: they "
+                f"need the load_format {FLATTENED_BUCKET!r}"
+            )
 
 
-class DistributedBody(UpdateBody, kw_only=True):
+class DistributedBody(LaidOutBody, kw_only=True):
     sglang = "UpdateWeightsFromDistributedReqInput"
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
     group_name: str = DEFAULT_GROUP
-    load_format: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.names is None and self.layout_digest is None:
+            raise Refused(
+                "bad request body: Object missing required field `names`: a broadcast needs names, "
+                "dtypes and shapes, or a layout_digest"
+            )
 
 
 class IPCBody(UpdateBody, kw_only=True):

@@ -63,6 +63,10 @@ class NotFound(Refused):
     status = 404
 
 
+class UnknownLayout(NotFound):
+    """The server keeps no layout of this digest. Repeat the call with the whole layout."""
+
+
 class TooLarge(Refused):
     """The call's body is too large. The message names another way to send it."""
 

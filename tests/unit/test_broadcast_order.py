@@ -16,12 +16,14 @@ from sglang_inflight.messages import DistributedSource, OpenCall, StageCall, Sta
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources import broadcast, groups
+from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
 from sglang_inflight.scheduler.update.sources.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.layouts import layout_digest, layout_parts
 from tests.unit.fakes import ManualWorker
 
 CPU = torch.device("cpu")
@@ -46,6 +48,7 @@ class Rank(ManualWorker):
         self.launched: list[str] = []
         self.received: list[int] = []
         self.groups = Groups(60.0, CPU)
+        self.layouts = CallLayouts()
         pg: Any = self
         self.group = self.groups._groups[NAME] = Group(NAME, Formed(pg, HashStore()))
         none: Any = None
@@ -62,7 +65,9 @@ class Rank(ManualWorker):
             can=Capabilities(),
             expect_no_step=lambda: None,
             prepare_to_hold=lambda: None,
-            post_ahead=lambda source: broadcast.post_ahead(source, self.groups, CPU, self.stream),
+            post_ahead=lambda source: broadcast.post_ahead(
+                source, self.groups, self.layouts, CPU, self.stream
+            ),
         )
         # the first broadcast makes the communicator
         self.group.receive(torch.zeros(1), check=lambda: None)
@@ -80,7 +85,7 @@ class Rank(ManualWorker):
     def fill(
         self, update: Update, source: DistributedSource, selector: None, digests: None
     ) -> Staged:
-        for _, tensor in broadcast.receive(source, self.groups, CPU, update.check):
+        for _, tensor in broadcast.receive(source, self.groups, self.layouts, CPU, update.check):
             self.received.append(int(tensor[0]))
         return Staged(staged_s=0.0, tensors=1, bytes=1)
 
@@ -90,19 +95,17 @@ class Rank(ManualWorker):
         self.launched.append("forward")
 
     def stage(self, tensors: int = 1, numel: int = 1) -> None:
-        self.staging.stage(
-            StageCall(
-                call_id="",
-                update_id="u",
-                timeout_s=60,
-                source=DistributedSource(
-                    names=[f"w{n}" for n in range(tensors)],
-                    dtypes=["uint8"] * tensors,
-                    shapes=[[numel]] * tensors,
-                    group_name=NAME,
-                ),
+        self.stage_source(
+            DistributedSource(
+                names=[f"w{n}" for n in range(tensors)],
+                dtypes=["uint8"] * tensors,
+                shapes=[[numel]] * tensors,
+                group_name=NAME,
             )
         )
+
+    def stage_source(self, source: DistributedSource) -> None:
+        self.staging.stage(StageCall(call_id="", update_id="u", timeout_s=60, source=source))
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +153,30 @@ def test_consecutive_calls_keep_the_trainers_order() -> None:
     # the next call is alone again
     rank.stage()
     assert rank.launched == ["broadcast"] * (first + 4)
+
+
+def test_bucket_is_posted_ahead_if_its_layout_is_kept() -> None:
+    """The loop reads neither many names nor a layout that is new."""
+    tensors = broadcast.MOST_NAMES + 1
+    lists = [f"w{n}" for n in range(tensors)], ["uint8"] * tensors, [[1]] * tensors
+    how = {"group_name": NAME, "load_format": "flattened_bucket"}
+    names, dtypes, shapes = lists
+    digest = layout_digest(*lists)
+    new = {"layout_digest": digest, "layout_parts": [*layout_parts(*lists)]}
+    rank = Rank()
+    for fields in ({"names": names, "dtypes": dtypes, "shapes": shapes}, new):
+        rank.launched.clear()
+        rank.stage_source(DistributedSource(**how, **fields))
+        assert rank.launched == []
+        rank.work()
+    rank.launched.clear()
+    rank.stage_source(DistributedSource(**how, layout_digest=digest))
+    assert rank.launched == ["broadcast"]
+    rank.work()
+    assert rank.failed == []
+    # one by one, the loop would have to read all of them
+    rank.stage_source(DistributedSource(group_name=NAME, layout_digest=digest))
+    assert rank.launched == ["broadcast"]
 
 
 def test_window_is_bounded_by_bytes() -> None:

@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 from sglang_inflight.messages import GPUMemorySource
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import gpu_sharing
-from sglang_inflight.scheduler.update.sources.batches import Layout
+from sglang_inflight.scheduler.update.sources.call_layouts import Layout
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUHandle,
     GPUMemory,

@@ -7,8 +7,12 @@ import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from sglang_inflight.messages import DistributedSource
-from sglang_inflight.scheduler.update.sources.batches import Layout
-from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket, expect
+from sglang_inflight.scheduler.update.sources.broadcast import expect
+from sglang_inflight.scheduler.update.sources.call_layouts import (
+    BucketLayout,
+    CallLayouts,
+    Layout,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,8 +25,10 @@ def test_received_bucket_has_trainers_layout() -> None:
         ("d", torch.arange(3, dtype=torch.uint8)),
     ]
     layout = [Layout(name, tensor.dtype, list(tensor.shape)) for name, tensor in sent]
-    flat, received = _empty_bucket(layout, CPU)
+    bucket = BucketLayout(layout)
+    flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
     flat.copy_(FlattenedTensorBucket(named_tensors=sent).get_flattened_tensor())
+    received = [*bucket.named(flat)]
     assert [name for name, _ in received] == ["a", "b", "c", "d"]
     for (_, theirs), (_, ours) in zip(sent, received, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -32,7 +38,7 @@ def test_received_bucket_has_trainers_layout() -> None:
 def test_misaligned_tensor_in_bucket_is_refused() -> None:
     layout = [Layout("a", torch.uint8, [3]), Layout("b", torch.float32, [1])]
     with pytest.raises(ValueError, match="b would begin at byte 3"):
-        _empty_bucket(layout, CPU)
+        BucketLayout(layout)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +60,5 @@ def test_load_format_tells_the_tensors_of_each_broadcast(
         group_name="trainer",
         load_format=load_format,
     )
-    received = [tensors for _, tensors in expect(source, CPU)]
+    received = [tensors for _, tensors in expect(source, CallLayouts(), CPU)]
     assert [[name for name, _ in tensors] for tensors in received] == broadcasts

@@ -27,6 +27,7 @@ from sglang_inflight.scheduler.update import staging
 from sglang_inflight.scheduler.update.live_machine import Empty
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
 from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingState, Step
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Names, Sealed, Update
@@ -49,6 +50,8 @@ class ImmediateWorker(ManualWorker):
 
 class NoModel:
     """Jobs without a model."""
+
+    layouts = CallLayouts()
 
     def prepare(self, update: Update, selector: None, *, after: Any, proves_again: bool) -> Done:
         return Done()

@@ -79,7 +79,13 @@ from sglang_inflight.vocabulary.bodies import (
     UpdateBody,
     choose_kv_policy,
 )
-from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
+from sglang_inflight.vocabulary.errors import (
+    Conflict,
+    Dropped,
+    InflightError,
+    Refused,
+    UnknownLayout,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -171,6 +177,9 @@ class Window:
         """Fail the window if the block raises or is cancelled."""
         try:
             yield
+        except UnknownLayout:
+            # the piece comes again, and its session waits for it
+            raise
         except InflightError as error:
             self.fail(error)
             raise

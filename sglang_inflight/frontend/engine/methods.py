@@ -293,9 +293,9 @@ def _name_dtypes(engine: PatchedEngine, given: Given) -> Given:
     """Convert dtypes to names; SGLang takes both."""
     names = [
         str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-        for dtype in given["dtypes"]
+        for dtype in given.get("dtypes", ())
     ]
-    return {**given, "dtypes": names}
+    return {**given, "dtypes": names} if names else given
 
 
 def _serialize_adapter(engine: PatchedEngine, given: Given) -> Given:

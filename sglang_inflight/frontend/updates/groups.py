@@ -19,7 +19,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.bodies import JoinGroupBody, LeaveGroupBody
-from sglang_inflight.vocabulary.errors import InflightError, RankSilent
+from sglang_inflight.vocabulary.errors import InflightError, RankSilent, Refused, UnknownLayout
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class Groups:
     def __init__(self, ranks: Ranks, settings: Settings) -> None:
         self._ranks = ranks
         self._settings = settings
+        # a group's name -> digest of the layout that its next call must have
+        self._owed: dict[str, str] = {}
 
     async def join(self, body: JoinGroupBody, rendezvous: MeetBy = "torch") -> None:
         """Join a trainer's group on every rank. If the caller disconnects, cancel the join.
@@ -52,6 +54,7 @@ class Groups:
             backend=body.backend,
             rendezvous=rendezvous,
         )
+        self._owed.pop(body.group_name, None)
         patience = self._settings.group_timeout_s + GRACE_S
         try:
             await self._ranks.carry_out(call, patience)
@@ -65,12 +68,29 @@ class Groups:
 
     @asynccontextmanager
     async def mark_broken_on_failure(self, source: Source) -> AsyncIterator[None]:
-        """Mark the source's group broken if the block fails (see ``in_step_by_name``)."""
+        """Mark the source's group broken if the block fails (see ``in_step_by_name``).
+
+        ``UnknownLayout`` breaks no group. No rank has posted a broadcast, and the trainer's own may
+        wait for the repeated call. So the group's next call must be that one: another call would
+        receive the waiting broadcast under its own names.
+        """
         if not isinstance(source, DistributedSource):
             yield
             return
-        async with self.in_step_by_name(source.group_name, source.transfer_id):
-            yield
+        name, digest = source.group_name, source.layout_digest
+        async with self.in_step_by_name(name, source.transfer_id):
+            owed = self._owed.pop(name, None)
+            if owed not in (None, digest):
+                raise Refused(
+                    f"the last call in group {name!r} was refused because its layout {owed} is not "
+                    "known here, and this is not the same call with its whole layout."
+                )
+            try:
+                yield
+            except UnknownLayout:
+                assert digest is not None
+                self._owed[name] = digest
+                raise
 
     @asynccontextmanager
     async def in_step_by_name(
@@ -83,6 +103,8 @@ class Groups:
         """
         try:
             yield
+        except UnknownLayout:
+            raise
         except BaseException as error:
             broken = await asyncio.shield(self._give_up(group_name, transfer_id, error))
             if broken and isinstance(error, InflightError):

@@ -120,6 +120,8 @@ class OpenUpdate:
     being_ended: SharedCall[Receipt] = field(default_factory=SharedCall)
     # set when the commit is sent; runs to its end even if its caller disconnects
     committing: asyncio.Future[Receipt] | None = None
+    # digests of layouts without which pieces came, and were refused: they must come with them
+    owed: set[str] = field(default_factory=set)
     _lease: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -223,6 +225,14 @@ class OpenUpdate:
         self.received = _received(votes)
         self.kv_scale = next((rank.kv_scale for rank in votes if rank.kv_scale), None)
         self.staged_as = _together([rank.staged_as for rank in votes], self.opening.why_in_place)
+
+    def require_all_layouts(self) -> None:
+        """Raise ``Refused`` if a piece refused with ``UnknownLayout`` was not repeated."""
+        if self.owed:
+            raise Refused(
+                "the session is not complete: a piece was refused because its layout is not known "
+                f"here, and it was not repeated with the whole layout: {list_names([*self.owed])}"
+            )
 
     def expect(self, expected_digest: str | None) -> None:
         """Raise ``Altered`` unless all voting ranks received tensors of this digest, if any."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
+from sglang_inflight.frontend.updates.layouts import Layouts
 from sglang_inflight.frontend.updates.open_update import (
     Event,
     OpenUpdate,
@@ -42,6 +43,7 @@ from sglang_inflight.messages import (
     Opened,
     RenameCall,
     RollbackCall,
+    Staged,
     has_custom_loader,
 )
 from sglang_inflight.metrics import FrontEndMetrics
@@ -103,6 +105,7 @@ class TwoPhase:
         self._ranks = ranks
         self._record = record
         self._metrics = metrics
+        self.layouts = Layouts()
         self._turn = asyncio.Lock()
         self.current: OpenUpdate | None = None
         # whether the last update's opening has shown that the models can be staged
@@ -175,7 +178,7 @@ class TwoPhase:
             await opening
         _, staged, votes = await _all_of(
             opening,
-            self._call(update.stage_call(wanted), deadline),
+            self._stage(update, wanted),
             self._call(update.seal_call(deadline), deadline),
         )
         expect_staged(staged, wanted.expected_digest)
@@ -224,14 +227,19 @@ class TwoPhase:
     async def stage(self, session: OpenUpdate, wanted: Wanted) -> None:
         """Stage a piece of the session."""
         self._add(session, wanted)
-        staged = await self._call(session.stage_call(wanted), wanted.deadline)
+        staged = await self._stage(session, wanted)
         expect_staged(staged, wanted.expected_digest)
         session.count(staged)
         session.require_alive()
 
+    async def _stage(self, update: OpenUpdate, wanted: Wanted) -> list[Staged]:
+        self.layouts.attach(wanted.source)
+        return await self._call(update.stage_call(wanted), wanted.deadline)
+
     async def seal(self, session: OpenUpdate, deadline: Deadline) -> None:
         """Collect the votes. The session takes no more pieces."""
         async with self.dropped_on_failure(session):
+            session.require_all_layouts()
             session.move(Event.SEAL)
             votes = await self._call(session.seal_call(deadline), deadline)
             session.move(Event.VOTE)

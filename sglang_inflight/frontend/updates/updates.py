@@ -94,9 +94,10 @@ class Updates:
         async with self._groups.mark_broken_on_failure(source):
             wanted = Wanted.of(body, source, self._deadline(body.timeout_s), self._can)
             session = self._session_for(wanted)
-            if session is not None:
-                return await self._add(session, wanted)
-            return await self._update(wanted)
+            with self._two_phase.layouts.used_by(source, session):
+                if session is not None:
+                    return await self._add(session, wanted)
+                return await self._update(wanted)
 
     async def _update(self, wanted: Wanted) -> Receipt:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import Any
 
 import msgspec
 
@@ -31,6 +32,7 @@ from sglang_inflight.vocabulary.bodies import (
     DistributedBody,
     EndBody,
     IPCBody,
+    LaidOutBody,
     OnBusy,
     TensorBody,
     UpdateBody,
@@ -57,19 +59,27 @@ def _(body: DiskBody) -> Source:
 @source_of.register
 def _(body: TensorBody) -> Source:
     return TensorSource(
-        serialized_named_tensors=[*body.serialized_named_tensors], load_format=body.load_format
+        serialized_named_tensors=[*body.serialized_named_tensors],
+        load_format=body.load_format,
+        **_layout_of(body),
     )
 
 
 @source_of.register
 def read_distributed(body: DistributedBody) -> DistributedSource:
     return DistributedSource(
-        names=body.names,
-        dtypes=body.dtypes,
-        shapes=body.shapes,
-        group_name=body.group_name,
-        load_format=body.load_format,
+        group_name=body.group_name, load_format=body.load_format, **_layout_of(body)
     )
+
+
+def _layout_of(body: LaidOutBody) -> dict[str, Any]:
+    return {
+        "names": body.names or [],
+        "dtypes": body.dtypes or [],
+        "shapes": body.shapes or [],
+        # a layout of no tensors needs no name
+        "layout_digest": None if body.names == [] else body.layout_digest,
+    }
 
 
 @source_of.register

@@ -64,6 +64,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
     with_whole_modules,
 )
 from sglang_inflight.scheduler.update.sources.broadcast import receive
+from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
@@ -122,6 +123,8 @@ class Jobs:
     ) -> None:
         """``layout`` is this rank's, see ``layout.py``."""
         self._layout = layout
+        # layouts of calls' tensors
+        self.layouts = CallLayouts()
         self._models = list(models)
         for model in models:
             model.on_audit = metrics.observe_audit
@@ -549,9 +552,12 @@ class Jobs:
                 )
             )
         if isinstance(source, TensorSource):
-            return one_batch(read_tensors(source, self._device, update.check, self._rate_limit))
+            return one_batch(
+                read_tensors(source, self.layouts, self._device, update.check, self._rate_limit)
+            )
         if isinstance(source, DistributedSource):
-            return one_batch(receive(source, self._groups, self._device, update.check))
+            tensors = receive(source, self._groups, self.layouts, self._device, update.check)
+            return one_batch(tensors)
         if isinstance(source, GPUMemorySource):
             return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))

@@ -1,11 +1,9 @@
-"""Tensors between a source and a model's loader: their layouts, and batches, one for each call.
+"""Tensors between a source and a model's loader, in batches, one for each call.
 
 Most loaders write a tensor before they ask for the next. Some gather all tensors of a call and
 write them in another order. Some hold one half of a fused parameter until the other half comes.
 Both forget held tensors at the end of the call. So a call must end before the sender writes to its
 memory again, and must not end within a module.
-
-A source that sends mere bytes sends the layouts beside them: names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -13,13 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-
-from sglang_inflight.scheduler.update.rate import paced
-from sglang_inflight.vocabulary.errors import Refused
 
 # Names and tensors, on the staging thread. A tensor may be the caller's memory.
 Weights = Generator[tuple[str, torch.Tensor], None, None]
@@ -143,36 +137,3 @@ class Packed:
 @lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_layouts(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[Layout]:
-    """Return one layout for each name. Raise ``Refused`` if they describe no tensors."""
-    if not len(names) == len(dtypes) == len(shapes):
-        raise Refused(
-            f"names, dtypes and shapes must be of one length, not {len(names)}, "
-            f"{len(dtypes)} and {len(shapes)}"
-        )
-    if any(size < 0 for shape in shapes for size in shape):
-        raise Refused("shapes holds a negative size")
-    return [
-        Layout(name, _dtype(dtype), shape)
-        for name, dtype, shape in paced(zip(names, dtypes, shapes, strict=True))
-    ]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise Refused(f"dtypes holds {name!r}, which is not a dtype of torch")
-    return dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -10,22 +10,34 @@ from typing import Any
 import torch
 
 from sglang_inflight.messages import BUCKETS, OF_CHECKPOINT, DistributedSource
-from sglang_inflight.scheduler.update.rate import paced
-from sglang_inflight.scheduler.update.sources.batches import Layout, Packed, Weights, read_layouts
+from sglang_inflight.scheduler.update.sources.batches import Weights
+from sglang_inflight.scheduler.update.sources.call_layouts import (
+    BucketLayout,
+    CallLayout,
+    CallLayouts,
+    Layout,
+)
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.vocabulary.errors import Refused
 
+# Most names in a call for the loop to post its broadcasts: the loop reads all of them, in a few ms.
+MOST_NAMES = 2048
+
 # the buffer of one broadcast, and the tensors in it once it is received
-Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
+Received = tuple[torch.Tensor, Iterable[tuple[str, torch.Tensor]]]
 
 
 def receive(
-    source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
+    source: DistributedSource,
+    groups: Groups,
+    layouts: CallLayouts,
+    device: torch.device,
+    check: Callable[[], None],
 ) -> Weights:
     """Yield tensors as the trainer broadcasts them: in buckets, or one by one."""
-    layouts = _layouts_of(source)
+    layout = _layout_of(source, layouts)
     group = groups.get(source.group_name)
-    expected = _broadcasts(source, layouts, group.receives_on(device))
+    expected = _broadcasts(source, layout, group.receives_on(device))
     received = group.receive_each(expected, check, source.transfer_id)
     try:
         for tensors in received:
@@ -40,76 +52,83 @@ def receive(
     group.mark_taken(source.transfer_id)
 
 
-def expect(source: DistributedSource, device: torch.device) -> Iterator[Received]:
+def expect(
+    source: DistributedSource, layouts: CallLayouts, device: torch.device
+) -> Iterator[Received]:
     """Return the buffers to receive into, in order, with the tensors in each.
 
     Raise ``Refused`` if ``source`` describes no tensors.
     """
-    return _broadcasts(source, _layouts_of(source), device)
+    return _broadcasts(source, _layout_of(source, layouts), device)
 
 
-def _layouts_of(source: DistributedSource) -> list[Layout]:
-    layouts = read_layouts(source.names, source.dtypes, source.shapes)
+def _layout_of(source: DistributedSource, layouts: CallLayouts) -> CallLayout:
+    layout = layouts.find(source)
     if source.load_format not in OF_CHECKPOINT:
         raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
-    return layouts
+    return layout
 
 
 def post_ahead(
-    source: DistributedSource, groups: Groups, device: torch.device, stream: Any
+    source: DistributedSource,
+    groups: Groups,
+    layouts: CallLayouts,
+    device: torch.device,
+    stream: Any,
 ) -> None:
     """Post a call's first broadcasts, on the loop's thread at the call's arrival: see ``Group``.
 
     ``stream`` is the staging thread's, or None before it has one. The buffers are that stream's
     memory, and NCCL writes them after the stream's work so far.
     """
-    if stream is None:
+    if stream is None or not _is_quickly_expected(source):
         groups.begin_transfer(source, None)
         return
     with torch.get_device_module(device).stream(stream), torch.no_grad():
-        groups.begin_transfer(source, partial(expect, source, device))
+        groups.begin_transfer(source, partial(expect, source, layouts, device))
+
+
+def _is_quickly_expected(source: DistributedSource) -> bool:
+    """Return whether the loop may read the layout: it reads few names, or a kept bucket.
+
+    The front end decides it for all ranks: they post the same broadcasts ahead.
+    """
+    if source.layout_digest is None:
+        return len(source.names) <= MOST_NAMES
+    return not source.layout_parts and source.load_format in BUCKETS
 
 
 def _broadcasts(
-    source: DistributedSource, layouts: list[Layout], device: torch.device
+    source: DistributedSource, layout: CallLayout, device: torch.device
 ) -> Iterator[Received]:
     if source.load_format not in BUCKETS:
-        for layout in layouts:
-            tensor = torch.empty(layout.shape, dtype=layout.dtype, device=device)
-            yield tensor, [(layout.name, tensor)]
+        for each in layout.tensors():
+            tensor = torch.empty(each.shape, dtype=each.dtype, device=device)
+            yield tensor, [(each.name, tensor)]
         return
-    for part in _split(layouts, source.bucket_bytes):
-        try:
-            received = _empty_bucket(part, device)
-        except ValueError as error:
-            raise Refused(f"not a {source.load_format}: {error}") from error
-        yield received
+    try:
+        for bucket in _split(layout, source.bucket_bytes):
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            yield flat, bucket.named(flat)
+    except ValueError as error:
+        raise Refused(f"not a {source.load_format}: {error}") from error
 
 
-def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
-    """Return a buffer and its tensors. Raise ``ValueError`` if a tensor would be unaligned."""
-    flat = torch.empty(sum(each.nbytes for each in part), dtype=torch.uint8, device=device)
-    packed = Packed(flat)
-    tensors = []
-    start = 0
-    for layout in paced(part):
-        if start % layout.dtype.itemsize:
-            raise ValueError(f"{layout.name} would begin at byte {start}, amid a {layout.dtype}")
-        end = start + layout.nbytes
-        tensors.append((layout.name, packed.view(start, end, layout.dtype, layout.shape)))
-        start = end
-    return flat, tensors
+def _split(layout: CallLayout, most: int | None) -> Iterator[BucketLayout]:
+    """Yield buckets like the trainer's: a bucket ends with the tensor that exceeds ``most``.
 
-
-def _split(layouts: list[Layout], most: int | None) -> Iterator[list[Layout]]:
-    """Yield buckets like the trainer's: a bucket ends with the tensor that exceeds ``most``."""
+    Raise ``ValueError`` if a tensor would be unaligned.
+    """
+    if most is None and layout.names:
+        yield layout.bucket
+        return
     part: list[Layout] = []
     nbytes = 0
-    for layout in layouts:
-        part.append(layout)
-        nbytes += layout.nbytes
+    for each in layout.tensors():
+        part.append(each)
+        nbytes += each.nbytes
         if most is not None and nbytes > most:
-            yield part
+            yield BucketLayout(part)
             part, nbytes = [], 0
     if part:
-        yield part
+        yield BucketLayout(part)

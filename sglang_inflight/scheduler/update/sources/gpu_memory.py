@@ -17,7 +17,8 @@ from torch.multiprocessing import reductions
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Layout, Packed, Weights, read_layouts
+from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
+from sglang_inflight.scheduler.update.sources.call_layouts import CallLayout, Layout
 from sglang_inflight.scheduler.update.sources.gpu_sharing import (
     SharedMemory,
     has_memory,
@@ -160,7 +161,7 @@ class GPUMemory:
         """
         if self._device.type != "cuda":
             raise Refused(NEEDS_ONE_GPU)
-        layouts = read_layouts(source.names, source.dtypes, source.shapes)
+        layouts = [*CallLayout.read(source.names, source.dtypes, source.shapes).tensors()]
         gpu = current_platform.get_device_uuid(self._device.index or 0)
         rest = partial(rate_limit.for_another_thread().spend, 0)
         with AbandonableThread(check, self._device) as thread:

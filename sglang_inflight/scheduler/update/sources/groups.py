@@ -46,9 +46,6 @@ LAST_POLL_S = 0.005
 WINDOW_BYTES = 128 << 20
 WINDOW_COUNT = 64
 
-# Most names in a call for the loop to post its broadcasts: the loop reads all of them, in a few ms.
-MOST_NAMES = 2048
-
 T = TypeVar("T")
 
 
@@ -427,7 +424,7 @@ class Groups:
             self._transfers[source.group_name] += 1
             is_alone = self._transfers[source.group_name] == 1
             group = self._groups.get(source.group_name)
-        if group is None or expected is None or not is_alone or len(source.names) > MOST_NAMES:
+        if group is None or expected is None or not is_alone:
             return
         group.post_ahead(source.transfer_id, expected)
 

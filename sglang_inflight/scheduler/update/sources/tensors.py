@@ -20,6 +20,7 @@ from sglang_inflight.messages import BUCKETS, Payload, TensorSource
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
+from sglang_inflight.scheduler.update.sources.call_layouts import BucketLayout, CallLayouts
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.sglang_types import get_parallel
@@ -35,19 +36,42 @@ _UNMAPPED_BYTES = 1 << 20
 
 
 def read_tensors(
-    source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+    source: TensorSource,
+    layouts: CallLayouts,
+    device: torch.device,
+    check: Callable[[], None],
+    rate_limit: RateLimit,
 ) -> Weights:
     """Yield the tensors serialized for this rank, moved to ``device`` one by one.
 
     A payload may be a handle to another process's memory, and that process may be stopped or gone.
     So an ``AbandonableThread`` opens it. ``check`` raises when it is time to give up.
     """
-    for name, tensor in release_pages(_deserialize(source, device, check, rate_limit)):
+    bucket = _layout_of(source, layouts)
+    weights: Iterable[tuple[str, Any]]
+    weights = _deserialize(source, bucket, device, check, rate_limit)
+    if bucket is None:
+        weights = release_pages(weights)
+    for name, tensor in weights:
         yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
 
 
+def _layout_of(source: TensorSource, layouts: CallLayouts) -> BucketLayout | None:
+    """Return the bucket's layout, or None if each payload describes its own tensors."""
+    if not source.names and source.layout_digest is None:
+        return None
+    try:
+        return layouts.find(source).bucket
+    except ValueError as error:
+        raise Refused(f"not a {source.load_format}: {error}") from error
+
+
 def _deserialize(
-    source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+    source: TensorSource,
+    bucket: BucketLayout | None,
+    device: torch.device,
+    check: Callable[[], None],
+    rate_limit: RateLimit,
 ) -> Weights:
     if torch.cuda.is_available():
         # For handles to CUDA memory, as in SGLang's reader. It also changes this process's
@@ -57,6 +81,9 @@ def _deserialize(
     rest = partial(rate_limit.for_another_thread().spend, 0)
     with AbandonableThread(check, device) as thread:
         named = thread.do(lambda: _unpickle(payload, rest))
+        if bucket is not None:
+            yield from _cut(named, bucket, source.load_format)
+            return
         if source.load_format in BUCKETS:
             yield from _unflatten(named, source.load_format)
             return
@@ -139,6 +166,26 @@ def _unflatten(bucket: Any, load_format: str | None) -> Weights:
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"not a {load_format}: {error!r}") from error
     yield from tensors
+
+
+def _cut(payload: Any, bucket: BucketLayout, load_format: str | None) -> Weights:
+    """Yield the tensors of a payload without metadata, and unmap the pages of those taken."""
+    flat = payload.get("flattened_tensor") if isinstance(payload, dict) else None
+    if not isinstance(flat, torch.Tensor) or len(payload) > 1:
+        raise Refused(
+            f'not a {load_format}: beside a layout a payload holds {{"flattened_tensor": …}} alone'
+        )
+    is_row = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
+    if not is_row or len(flat) != bucket.nbytes:
+        raise Refused(
+            f"not a {load_format}: flattened_tensor is a {flat.dtype} of shape {[*flat.shape]}, "
+            f"and the layout has {bucket.nbytes} bytes"
+        )
+    pages = _Pages()
+    for run, tensors in bucket.cut(flat):
+        yield from zip(run.names, tensors, strict=True)
+        pages.add(flat[run.start : run.end])
+    pages.release()
 
 
 def release_pages(

@@ -38,7 +38,14 @@ from sglang_inflight.vocabulary.bodies import (
     TensorBody,
 )
 from sglang_inflight.vocabulary.calls import TABLE
-from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
+from sglang_inflight.vocabulary.errors import (
+    Conflict,
+    Dropped,
+    InflightError,
+    Refused,
+    UnknownLayout,
+)
+from sglang_inflight.vocabulary.layouts import layout_digest
 from tests.support.front_end import (
     NAMES,
     NO_STATUS,
@@ -222,6 +229,33 @@ def test_refused_broadcast_breaks_its_group(refused: type) -> None:
             given_up = [each for each in play.ranks.called if isinstance(each, GiveUpTransferCall)]
             assert {each.group_name for each in given_up} == {"g"}
         await expect_nothing_to_go_live(play, "no")
+
+    run(play_window())
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_window_waits_for_a_piece_without_its_layout(repeats: bool) -> None:
+    layout = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+    digest = layout_digest(**layout)
+
+    async def play_window() -> None:
+        play = TransparentPlay()
+        await play.call(PauseBody(mode="in_place"))
+        play.make(play.call(DistributedBody(layout_digest=digest)))
+        if repeats:
+            play.make(play.call(DistributedBody(**layout, layout_digest=digest)))
+        await play.settle()
+        await play.finish()
+        with pytest.raises(UnknownLayout):
+            play.made[0].result()
+        play.make(play.call(ContinueBody()))
+        await play.settle()
+        await play.finish()
+        assert (CommitCall in play.sent()) == repeats
+        if not repeats:
+            with pytest.raises(Refused, match="not repeated with the whole layout"):
+                play.made[-1].result()
+        await expect_next_window_works(play)
 
     run(play_window())
 
@@ -542,7 +576,8 @@ SAID: dict[type[Body], dict[str, Any]] = {
         "expected_version": "v0", "partial": False, "timeout_s": 5.0, "selector": "target",
         "session_id": "s", "abort_all_requests": True, "expected_digests": {"a": A_DIGEST},
         "expected_digest": A_DIGEST, "received_digest": True, "load_format": "direct",
-        "serialized_named_tensors": [b"a"],
+        "serialized_named_tensors": [b"a"], "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]],
+        "layout_digest": "0" * 64,
     },
     EndBody: {
         "session_id": "s", "non_blocking": True, "weight_version": "v7", "flush_cache": False,
@@ -578,9 +613,9 @@ async def effect_of(shape: type[Body], said: dict[str, Any]) -> Any:
     front.manager.abort_request = lambda **which: aborts.append(which)
     await front.call(RETRACT)
     for body in (BeginBody(), PIECE, EndBody()):
-        if isinstance(body, shape):
-            body = msgspec.structs.replace(body, **said)
         try:
+            if isinstance(body, shape):
+                body = msgspec.structs.replace(body, **said)
             await front.call(body)
         except InflightError as error:
             return repr(error)
