@@ -101,9 +101,9 @@ Payload = bytes | PayloadFile
 class LaidOut(msgspec.Struct, kw_only=True):
     """A source with the layout of its tensors: whole, or by its digest.
 
-    With a digest the front end empties the lists. A layout that is new to the ranks comes in
-    ``layout_parts`` instead: the scheduler's thread passes bytes on, and the staging thread decodes
-    them. So no work of the scheduler's thread grows with the number of tensors.
+    The front end empties long lists, and those with a digest. A layout that is new to the
+    ranks comes in ``layout_parts`` instead: the scheduler's thread passes bytes on, and the staging
+    thread decodes them. So no work of the scheduler's thread grows with the number of tensors.
     """
 
     names: list[str] = []
@@ -114,6 +114,10 @@ class LaidOut(msgspec.Struct, kw_only=True):
     layout_parts: list[bytes] = []
     # digests of layouts that the ranks need not keep any more
     forgets_layouts: list[str] = []
+
+    @property
+    def has_layout(self) -> bool:
+        return bool(self.names or self.layout_parts or self.layout_digest is not None)
 
 
 class TensorSource(LaidOut, tag=True, kw_only=True):

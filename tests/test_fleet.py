@@ -11,7 +11,15 @@ import pytest
 
 from harness import marker
 from harness.server import Server, free_port, serve
-from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit, Sender
+from sglang_inflight.client import (
+    AsyncFleet,
+    Client,
+    Fleet,
+    FleetRefused,
+    FleetSplit,
+    Sender,
+    buckets,
+)
 from sglang_inflight.vocabulary.errors import Conflict
 from tests.support.examples import run
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, status, until
@@ -134,6 +142,25 @@ def test_sender_updates_all_servers_or_none(
     assert [a["weight_version"] for a in report.answers.values()] == ["v1", "v1"]
     for server, generations in running:
         expect_to_run_on(server, generations, [0, 1])
+
+
+def test_server_without_a_layout_does_not_hold_up_the_other(
+    servers: list[Server], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server's ranks receive, while the second one asks for the whole layout."""
+    monkeypatch.setattr(buckets, "FEWEST_KEPT", 1)
+    with Client(servers[0].url) as first, Sender(first) as sender:
+        sender.send(marker.tensors(1).items(), weight_version="v1")
+        known = dict(first.client._layouts._sent)
+    assert known
+    for client in fleet.client.servers:
+        client._layouts._sent |= known
+    with Sender(fleet) as sender:
+        for version in (2, 3):
+            report = sender.send(marker.tensors(version).items(), weight_version=f"v{version}")
+            assert not report.failures
+            for server in servers:
+                expect_served(server, version)
 
 
 def test_sender_of_changes_sends_a_whole_version_if_one_server_needs_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import pickle
 from typing import Any
 
 import psutil
@@ -10,6 +11,8 @@ import pytest
 
 from harness import marker
 from harness.server import Server
+from sglang_inflight.client import layout_digest
+from sglang_inflight.client.buckets import Piece, fill_buckets
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.idle import expect_nothing_spins
 from tests.support.load import (
@@ -127,6 +130,32 @@ def test_update_reaches_running_requests_on_every_rank(
     assert (first == second) == (flavour == "dp2_server")
     expect_every_rank_serves(server, 1)
     expect_to_run_on(server, streams, [0, 1])
+
+
+def test_kept_layout_reaches_every_rank(server: Server, streams: list[Generation]) -> None:
+    """A layout is sent with the first payloads. Its digest stands for it in later ones."""
+    path = "/update_weights_from_tensor"
+    bodies: list[dict[str, Any]] = []
+    for version in (1, 2):
+        (bucket,) = fill_buckets(
+            (Piece.whole(*pair) for pair in marker.tensors(version).items()), 1 << 30, "cpu"
+        )
+        payload = base64.b64encode(pickle.dumps({"flattened_tensor": bucket.flat})).decode()
+        body = bucket.describe() | {"weight_version": f"v{version}", "non_blocking": True}
+        body |= {
+            "layout_digest": layout_digest(bucket.names, bucket.dtypes, bucket.shapes),
+            "serialized_named_tensors": [payload] * RANKS,
+        }
+        bodies.append(body)
+    first, second = bodies
+    for name in ("names", "dtypes", "shapes"):
+        del second[name]
+    unknown = second | {"layout_digest": "0" * 64}
+    refuse(server.post(path, unknown), "repeat the call", status_code=404)
+    for version, body in ((1, first), (2, second)):
+        succeed(server.post(path, body))
+        expect_every_rank_serves(server, version)
+    expect_to_run_on(server, streams, [0, 1, 2])
 
 
 @pytest.mark.parametrize("source", SPARSE_SOURCES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from harness import marker
 from harness.server import Server
 from harness.starting import ROOT, end, start
-from sglang_inflight.client import Client, Sender, Session, trainer_group
+from sglang_inflight.client import AsyncClient, Client, Sender, Session, buckets, trainer_group
+from sglang_inflight.client.buckets import Piece, fill_buckets
 from sglang_inflight.client.sender import GROUP_NAME
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 from tests.support.load import ENDLESS, start_running
@@ -71,6 +73,49 @@ def test_sender_changes_no_token_before_the_version_is_whole(
         assert receipt["base_version"] == f"v{version - 1}"
         assert receipt["tensors"] == len(weights(version))
     expect_to_run_on(server, generations, [0, 1, 2])
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What buckets' calls bring, as they are sent: "lists" or "digest". Short layouts count."""
+    sent: list[str] = []
+    send = AsyncClient._send_once
+
+    async def note(client: AsyncClient, method: str, path: str, body: Any) -> Any:
+        if path == "/update_weights_from_distributed":
+            sent.append("lists" if "names" in body else "digest")
+        return await send(client, method, path, body)
+
+    monkeypatch.setattr(AsyncClient, "_send_once", note)
+    monkeypatch.setattr(buckets, "FEWEST_KEPT", 1)
+    return sent
+
+
+def test_layouts_are_sent_once(server: Server, sender: ToServer, sent: list[str]) -> None:
+    for version in (1, 2, 3):
+        sender.send(weights(version), weight_version=f"v{version}")
+        expect_served(server, version)
+    count = len(sent) // 3
+    assert sent == ["lists"] * count + ["digest"] * 2 * count
+
+
+def test_layout_unknown_to_the_server_is_sent_while_its_broadcast_waits(
+    server: Server, client: Client, sent: list[str]
+) -> None:
+    """The client takes the server for the one before a restart. The group stays as it is."""
+    # no other test sends them in this order: only buckets of one tensor may be known
+    pieces = (Piece.whole(name, tensor) for name, tensor in reversed(weights(1)))
+    layouts = [bucket.layout_digest for bucket in fill_buckets(pieces, BUCKET_BYTES, "cpu")]
+    client.client._layouts._sent |= dict.fromkeys(filter(None, layouts))
+    with Sender(client, bucket_bytes=BUCKET_BYTES) as sender:
+        group = sender._group
+        for version in (1, 2):
+            sender.send(reversed(weights(version)), weight_version=f"v{version}")
+            expect_served(server, version)
+        assert sender._group is group
+    assert sent.count("digest") == 2 * len(layouts)
+    assert 0 < sent.count("lists") <= len(layouts)
+    assert "lists" not in sent[-len(layouts) :]
 
 
 def test_wrong_shape_is_named_and_the_next_version_goes_live(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_inflight.client.changes import Change, require_whole
@@ -90,11 +91,12 @@ def fill_buckets(
     held: dict[str, list[NamedTensor]] = {}
     size = 0
     for piece in pieces:
-        if held and size + piece.nbytes > most_bytes:
+        nbytes = piece.nbytes
+        if held and size + nbytes > most_bytes:
             yield from _flatten_all(held, device, with_digests)
             size = 0
         held.setdefault(piece.load_format, []).extend(piece.tensors)
-        size += piece.nbytes
+        size += nbytes
     yield from _flatten_all(held, device, with_digests)
 
 
@@ -113,18 +115,42 @@ def _flatten(
     device: torch.device | str,
     expected: dict[str, str] | None,
 ) -> Bucket:
-    import torch
-
     # the receiver cannot view a tensor at an offset within an element: larger elements come first
     tensors.sort(key=lambda pair: -pair[1].itemsize)
-    parts = [
-        tensor.detach().contiguous().flatten().view(torch.uint8).to(device) for _, tensor in tensors
-    ]
+    of_dtypes = {tensor.dtype for _, tensor in tensors}
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in of_dtypes}
     return Bucket(
         load_format,
         [name for name, _ in tensors],
-        [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+        [names[tensor.dtype] for _, tensor in tensors],
         [list(tensor.shape) for _, tensor in tensors],
-        parts[0] if len(parts) == 1 else torch.cat(parts),
+        _in_a_row([tensor for _, tensor in tensors], device),
         expected,
     )
+
+
+def _in_a_row(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """Return the bytes of ``tensors`` in one tensor on ``device``.
+
+    Torch is called once for many tensors. Each of them would cost several calls.
+    """
+    import torch
+
+    with torch.no_grad():
+        if len(tensors) == 1:
+            return tensors[0].contiguous().flatten().view(torch.uint8).to(device)
+        forms = {(tensor.dtype, tensor.device) for tensor in tensors}
+        if len(forms) == 1 and (tensors[0].device == torch.device(device)):
+            row: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+            return row.view(torch.uint8)
+        flat = torch.empty(sum(each.nbytes for each in tensors), dtype=torch.uint8, device=device)
+        end = 0
+        for dtype, run in groupby(tensors, key=lambda tensor: tensor.dtype):
+            # torch cuts no empty tensors
+            sources = [tensor for tensor in run if tensor.numel()]
+            start, end = end, end + sum(tensor.nbytes for tensor in sources)
+            if not sources:
+                continue
+            row = flat[start:end].view(dtype)
+            torch._foreach_copy_(torch._C._nn.unflatten_dense_tensors(row, sources), sources)
+        return flat

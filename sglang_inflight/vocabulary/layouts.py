@@ -14,6 +14,9 @@ import msgspec
 
 LayoutDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
+# Most tensors in lists of a message: the scheduler's thread decodes it, and may read their layout,
+# in a few ms. More tensors go in parts.
+MOST_LISTED = 2048
 # tensors in a part; a staging thread decodes a part in some 0.1 ms
 _LINES = 256
 

@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
-from sglang_inflight.vocabulary.layouts import layout_digest, layout_parts
+from sglang_inflight.vocabulary.layouts import MOST_LISTED, layout_digest, layout_parts
 from tests.unit.fakes import ManualWorker
 
 CPU = torch.device("cpu")
@@ -157,14 +157,15 @@ def test_consecutive_calls_keep_the_trainers_order() -> None:
 
 def test_bucket_is_posted_ahead_if_its_layout_is_kept() -> None:
     """The loop reads neither many names nor a layout that is new."""
-    tensors = broadcast.MOST_NAMES + 1
+    tensors = MOST_LISTED + 1
     lists = [f"w{n}" for n in range(tensors)], ["uint8"] * tensors, [[1]] * tensors
-    how = {"group_name": NAME, "load_format": "flattened_bucket"}
+    how: dict[str, Any] = {"group_name": NAME, "load_format": "flattened_bucket"}
     names, dtypes, shapes = lists
     digest = layout_digest(*lists)
-    new = {"layout_digest": digest, "layout_parts": [*layout_parts(*lists)]}
+    new: dict[str, Any] = {"layout_digest": digest, "layout_parts": [*layout_parts(*lists)]}
     rank = Rank()
-    for fields in ({"names": names, "dtypes": dtypes, "shapes": shapes}, new):
+    listed: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    for fields in (listed, new):
         rank.launched.clear()
         rank.stage_source(DistributedSource(**how, **fields))
         assert rank.launched == []

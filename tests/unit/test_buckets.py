@@ -65,6 +65,41 @@ def test_halves_of_a_change_share_a_bucket_of_their_format() -> None:
         assert torch.equal(tensor, change.indices if name.endswith("indices") else ones)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.float4_e2m1fn_x2,
+        torch.bool,
+        torch.uint16,
+        torch.bfloat16,
+        torch.complex64,
+    ],
+)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        [],
+        [("other", torch.ones(2, dtype=torch.uint8)), ("nothing", torch.ones(0, dtype=torch.int))],
+    ],
+    ids=["alone", "beside others"],
+)
+def test_bucket_takes_every_dtype(dtype: torch.dtype, beside: Named) -> None:
+    """Alone, as the only dtype of the bucket, and beside another one."""
+    content = torch.tensor([1, 0] * 8, dtype=torch.uint8)
+    tensors = [content.clone().view(dtype) for _ in range(3)]
+    sent: Named = [(f"w{n}", tensor) for n, tensor in enumerate(tensors)]
+    sent += [("empty", content[:0].view(dtype).reshape(0, 4)), *beside]
+    (bucket,) = fill_buckets(whole(sent), 1 << 10, "cpu")
+    received = unpack(bucket)
+    assert sorted(name for name, _ in received) == sorted(name for name, _ in sent)
+    for name, tensor in received:
+        expected = dict(sent)[name]
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_no_tensors_make_no_bucket() -> None:
     assert not list(fill_buckets([], 64, "cpu"))
 

@@ -258,7 +258,7 @@ def test_gpu_memory_of_another_process_is_copied_and_freed(
     source = GPUMemorySource(
         names=[layout.name for layout in LAYOUTS],
         dtypes=[str(layout.dtype).removeprefix("torch.") for layout in LAYOUTS],
-        shapes=[layout.shape for layout in LAYOUTS],
+        shapes=[[*layout.shape] for layout in LAYOUTS],
         handles=handles,
         sizes=sizes,
         keeps_buffer=sizes is not None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sglang_inflight.client import layout_digest
 from sglang_inflight.client.buckets import FEWEST_KEPT, Piece, fill_buckets
@@ -25,6 +28,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
 from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
     BeginBody,
     DistributedBody,
     EndBody,
@@ -34,7 +38,7 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.errors import Refused, UnknownLayout
 from tests.support.front_end import FrontEnd, OneRank
 from tests.support.front_end import no_arguments as no_arguments
-from tests.support.ticks import run
+from tests.support.ticks import run, tick
 
 Lists = tuple[list[str], list[str], list[list[int]]]
 # more than one part, of ASCII and of other characters
@@ -69,7 +73,7 @@ def test_digest_is_of_lines_that_any_client_can_write() -> None:
 
 @pytest.mark.parametrize("at", range(3))
 def test_each_list_and_its_order_make_the_digest(at: int) -> None:
-    lists = [list(each) for each in LONG]
+    lists: list[Any] = [[*each] for each in LONG]
     lists[at][1], lists[at][2] = lists[at][2], lists[at][1]
     assert layout_digest(*lists) != layout_digest(*LONG)
 
@@ -115,7 +119,10 @@ class Keeping(OneRank):
         if self.fails:
             return Failed(message="no", error="RankFailed")
         assert isinstance(call.source, LaidOut)
-        self.staged.append([*self.layouts.find(call.source).names])
+        try:
+            self.staged.append([*self.layouts.find(call.source).names])
+        except Refused as error:
+            return Failed(message=f"{error}", error="Refused")
         return super()._do(call)
 
 
@@ -131,8 +138,12 @@ class Front:
         self.call = self._front.call
 
     async def broadcast(self, fields: dict[str, Any], **more: Any) -> Any:
-        more = {"group_name": "g", "non_blocking": True, "load_format": "flattened_bucket"} | more
-        return await self.call(DistributedBody(**fields, **more))
+        how: dict[str, Any] = {
+            "group_name": "g",
+            "non_blocking": True,
+            "load_format": "flattened_bucket",
+        }
+        return await self.call(DistributedBody(**{**how, **fields, **more}))
 
     @property
     def sources(self) -> list[Any]:
@@ -153,8 +164,8 @@ def test_layout_goes_to_the_ranks_once(front: Front) -> None:
         front.start()
         for fields in (whole(LONG), by_digest(LONG), whole(LONG)):
             await front.broadcast(fields)
-        payloads = {"serialized_named_tensors": [b""], "load_format": "flattened_bucket"}
-        await front.call(TensorBody(**by_digest(LONG), **payloads))
+        payload = {"serialized_named_tensors": [b""], "load_format": "flattened_bucket"}
+        await front.call(TensorBody(**{**by_digest(LONG), **payload}))
 
     run(play())
     assert [bool(source.layout_parts) for source in front.sources] == [True, False, False, False]
@@ -174,6 +185,24 @@ def test_call_without_a_digest_is_sent_as_it_came(front: Front) -> None:
     (source,) = front.sources
     assert (source.names, source.dtypes, source.shapes) == LONG
     assert (source.layout_digest, source.layout_parts) == (None, [])
+
+
+def test_scheduler_decodes_no_long_lists(front: Front) -> None:
+    """A call of SGLang's own clients has no digest, and nothing is kept of it."""
+    names, dtypes, shapes = ([*each] * 4 for each in LONG)
+
+    async def play() -> None:
+        front.start()
+        await front.broadcast({"names": names, "dtypes": dtypes, "shapes": shapes})
+        with pytest.raises(Refused):
+            await front.broadcast({"names": names, "dtypes": dtypes[1:], "shapes": shapes})
+
+    run(play())
+    whole, unequal = front.sources
+    assert (whole.names, whole.dtypes, whole.shapes) == ([], [], [])
+    assert (unequal.names, unequal.layout_parts) == (names, [])
+    assert front.rank.staged == [names]
+    assert front.rank.layouts._kept == {}
 
 
 def test_unknown_layout_changes_nothing(front: Front) -> None:
@@ -307,6 +336,54 @@ def test_layout_beyond_the_limit_is_sent_each_time(
     run(play())
     assert front.rank.staged == [LONG[0]] * 2
     assert not front.gave_up
+
+
+Step = tuple[str, bool, bool, int]
+
+
+@pytest.mark.usefixtures("no_arguments")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.booleans(), st.booleans(), st.integers(0, 6)),
+        max_size=12,
+    )
+)
+def test_front_end_knows_what_ranks_keep(steps: list[Step]) -> None:
+    """Pieces of a session overtake single calls, which wait for their turn with layouts taken in.
+
+    A step is a layout, whether it comes whole, whether it is the session's, and ticks to the next.
+    """
+    rank = Keeping()
+
+    async def play() -> list[Any]:
+        front = FrontEnd(delay=2)
+        front.manager._rank = rank
+        begun = await front.call(BeginBody(non_blocking=True))
+        calls = []
+        for at, (name, is_whole, is_piece, ticks) in enumerate(steps):
+            fields = whole(one(name)) if is_whole else by_digest(one(name))
+            session_id = begun["session_id"] if is_piece else None
+            body = DistributedBody(
+                **fields, group_name=f"{at}", non_blocking=True, session_id=session_id
+            )
+            calls.append(asyncio.ensure_future(front.call(body)))
+            await tick(ticks)
+        pieces = [call for call, (_, _, is_piece, _) in zip(calls, steps, strict=True) if is_piece]
+        await asyncio.gather(*pieces, return_exceptions=True)
+        await front.call(AbortUpdateBody(session_id=begun["session_id"]))
+        answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        return answers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "MOST_LAYOUTS", 2)
+        answers = run(play())
+    refused = [answer for answer in answers if isinstance(answer, Exception)]
+    assert {type(error) for error in refused} <= {UnknownLayout}
+    took = [
+        [name] for (name, *_), answer in zip(steps, answers, strict=True) if answer not in refused
+    ]
+    assert sorted(rank.staged) == sorted(took)
 
 
 # ---- client

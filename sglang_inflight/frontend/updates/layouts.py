@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import LaidOut, Source
 from sglang_inflight.vocabulary.errors import Refused, UnknownLayout
-from sglang_inflight.vocabulary.layouts import digest_of_parts, layout_parts
+from sglang_inflight.vocabulary.layouts import MOST_LISTED, digest_of_parts, layout_parts
 
 # Limits of all kept layouts, in bytes of their lines. Kimi K2's 140,000 tensors have 13 MB. A rank
 # takes twice as much memory.
@@ -77,9 +77,18 @@ class Layouts:
     def attach(self, source: Source) -> None:
         """Add to ``source`` what the ranks lack, and what they may forget.
 
-        Call it right before the source is sent: an earlier decision may be outdated by then.
+        Call it right before the source is sent: an earlier decision may be outdated by then. A long
+        layout without a digest goes in parts, too, and is not kept.
         """
-        if not isinstance(source, LaidOut) or source.layout_digest is None:
+        if not isinstance(source, LaidOut):
+            return
+        if source.layout_digest is None:
+            if len(source.names) > MOST_LISTED:
+                # the ranks refuse lists of different lengths
+                with suppress(ValueError):
+                    lists = source.names, source.dtypes, source.shapes
+                    source.layout_parts = [*layout_parts(*lists)]
+                    source.names, source.dtypes, source.shapes = [], [], []
             return
         kept = self._kept[source.layout_digest]
         self._kept.move_to_end(source.layout_digest)

@@ -19,9 +19,7 @@ from sglang_inflight.scheduler.update.sources.call_layouts import (
 )
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.vocabulary.errors import Refused
-
-# Most names in a call for the loop to post its broadcasts: the loop reads all of them, in a few ms.
-MOST_NAMES = 2048
+from sglang_inflight.vocabulary.layouts import MOST_LISTED
 
 # the buffer of one broadcast, and the tensors in it once it is received
 Received = tuple[torch.Tensor, Iterable[tuple[str, torch.Tensor]]]
@@ -89,12 +87,12 @@ def post_ahead(
 
 
 def _is_quickly_expected(source: DistributedSource) -> bool:
-    """Return whether the loop may read the layout: it reads few names, or a kept bucket.
+    """Return whether the loop may read the layout: few names, or a kept bucket.
 
     The front end decides it for all ranks: they post the same broadcasts ahead.
     """
     if source.layout_digest is None:
-        return len(source.names) <= MOST_NAMES
+        return not source.layout_parts and len(source.names) <= MOST_LISTED
     return not source.layout_parts and source.load_format in BUCKETS
 
 

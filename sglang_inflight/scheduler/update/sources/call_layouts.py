@@ -173,6 +173,8 @@ class CallLayouts:
         Raises ``Refused`` if it describes no tensors, and for a digest that is not kept: its update
         was dropped meanwhile.
         """
+        if source.layout_digest is None and source.layout_parts:
+            return _Kept(source.layout_parts).layout
         if source.layout_digest is None:
             return CallLayout.read(source.names, source.dtypes, source.shapes)
         kept = self._kept.get(source.layout_digest)

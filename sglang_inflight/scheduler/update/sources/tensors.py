@@ -58,7 +58,7 @@ def read_tensors(
 
 def _layout_of(source: TensorSource, layouts: CallLayouts) -> BucketLayout | None:
     """Return the bucket's layout, or None if each payload describes its own tensors."""
-    if not source.names and source.layout_digest is None:
+    if not source.has_layout:
         return None
     try:
         return layouts.find(source).bucket

@@ -235,7 +235,7 @@ def test_refused_broadcast_breaks_its_group(refused: type) -> None:
 
 @pytest.mark.parametrize("repeats", [True, False])
 def test_window_waits_for_a_piece_without_its_layout(repeats: bool) -> None:
-    layout = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+    layout: dict[str, Any] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
     digest = layout_digest(**layout)
 
     async def play_window() -> None:
