@@ -121,6 +121,17 @@ def test_layout_that_is_no_bucket_is_kept_for_single_tensors() -> None:
         [*broadcast.expect(source_of(known(sent)), layouts, CPU)]
 
 
+@pytest.mark.parametrize("shape", [[1 << 63], [1 << 70], [1 << 62, 8], [-1]])
+def test_shape_of_no_tensor_is_refused(shape: list[int]) -> None:
+    lists: dict[str, Any] = {"names": ["a"], "dtypes": ["uint8"], "shapes": [shape]}
+    parts: dict[str, Any] = {"layout_parts": [*layout_parts(*lists.values())]}
+    for fields in (lists, parts, parts | {"layout_digest": layout_digest(*lists.values())}):
+        layouts, source = CallLayouts(), source_of(fields)
+        layouts.take_in(source)
+        with pytest.raises(Refused, match="shapes holds"):
+            [*broadcast.expect(source, layouts, CPU)]
+
+
 def test_forgotten_layout_is_refused() -> None:
     first, second, layouts = named(1), named(2), CallLayouts()
     received(first, new(first), layouts)

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import msgspec
 import torch
@@ -102,11 +101,16 @@ class BucketLayout:
 
 
 def _like(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of this shape, of one element's memory."""
-    return torch.empty((), dtype=torch.uint8).expand(shape)
+    """Return a tensor of this shape, of one element's memory. Raises ``Refused`` for a huge one."""
+    try:
+        like = torch.empty((), dtype=torch.uint8).expand(shape)
+        like.numel()
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise Refused(f"shapes holds {[*shape]}: torch makes no such tensor") from error
+    return like
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallLayout:
     """Layouts of a call's tensors, in their order. Read-only.
 
@@ -116,6 +120,8 @@ class CallLayout:
     names: Sequence[str]
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[Sequence[int]]
+    # made at its first use; or why the tensors make none
+    _bucket: BucketLayout | str | None = None
 
     @classmethod
     def read(
@@ -134,10 +140,18 @@ class CallLayout:
     def tensors(self) -> Iterator[Layout]:
         return map(Layout, self.names, self.dtypes, self.shapes)
 
-    @cached_property
+    @property
     def bucket(self) -> BucketLayout:
-        """One bucket of all tensors. Raises ``ValueError`` as its parts do."""
-        return BucketLayout(self.tensors())
+        """One bucket of all tensors. Raises ``ValueError`` if a tensor would be unaligned."""
+        # no ``cached_property``: Python 3.11 locks it for all threads and objects
+        if self._bucket is None:
+            try:
+                self._bucket = BucketLayout(self.tensors())
+            except ValueError as error:
+                self._bucket = f"{error}"
+        if isinstance(self._bucket, str):
+            raise ValueError(self._bucket)
+        return self._bucket
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -174,7 +188,7 @@ class CallLayouts:
         was dropped meanwhile.
         """
         if source.layout_digest is None and source.layout_parts:
-            return _Kept(source.layout_parts).layout
+            return _read_parts(source.layout_parts)
         if source.layout_digest is None:
             return CallLayout.read(source.names, source.dtypes, source.shapes)
         kept = self._kept.get(source.layout_digest)
@@ -184,27 +198,35 @@ class CallLayouts:
 
 
 class _Kept:
+    """A layout, to be read by the staging thread."""
+
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
+        self._layout: CallLayout | None = None
 
-    @cached_property
+    @property
     def layout(self) -> CallLayout:
         """The layout and its bucket, read once."""
-        names: list[str] = []
-        dtypes: list[str] = []
-        shapes: list[tuple[int, ...]] = []
-        # equal ones share memory
-        dtype_of: dict[str, str] = {}
-        shape_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for part in self._parts:
-            for name, dtype, shape in _lines.decode_lines(part):
-                names.append(name)
-                dtypes.append(dtype_of.setdefault(dtype, dtype))
-                shapes.append(shape_of.setdefault(shape, shape))
-            yield_gil()
-        layout = CallLayout.read(names, dtypes, shapes)
-        # not each layout is a bucket's
-        with suppress(ValueError):
-            _ = layout.bucket
-        self._parts = []
-        return layout
+        if self._layout is None:
+            layout = _read_parts(self._parts)
+            # not each layout is a bucket's
+            with suppress(ValueError):
+                _ = layout.bucket
+            self._layout, self._parts = layout, []
+        return self._layout
+
+
+def _read_parts(parts: list[bytes]) -> CallLayout:
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    # equal ones share memory
+    dtype_of: dict[str, str] = {}
+    shape_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for part in parts:
+        for name, dtype, shape in _lines.decode_lines(part):
+            names.append(name)
+            dtypes.append(dtype_of.setdefault(dtype, dtype))
+            shapes.append(shape_of.setdefault(shape, shape))
+        yield_gil()
+    return CallLayout.read(names, dtypes, shapes)
