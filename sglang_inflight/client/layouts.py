@@ -33,7 +33,7 @@ class SentLayouts:
             try:
                 return await send(**short)
             except UnknownLayout:
-                del self._sent[digest]
+                self._sent.pop(digest, None)
         answer = await send(**body)
         self._sent.pop(digest, None)
         self._sent[digest] = None

@@ -84,6 +84,10 @@ class Sender(Generic[Receipt_co]):
     same ``send`` sends the version whole. If they take that, the sender sends whole versions until
     it joins again. In every case ``named_tensors`` is read once, in its order.
 
+    A server keeps the names, dtypes and shapes of a bucket of many tensors, and a later ``send``
+    names them by a digest. A server that does not keep them asks for them, while the broadcast
+    waits.
+
     The sender does not gather shards: one process sends whole tensors, under the names of the
     checkpoint. The sender does not convert tensors. The sender does not run beside the trainer's
     own code: it belongs to one thread, and holds its client's one session during ``send``.

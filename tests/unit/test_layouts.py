@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sglang_inflight.messages import (
     DistributedSource,
     Failed,
     GiveUpTransferCall,
+    JoinGroupCall,
     LaidOut,
     RankAnswer,
     StageCall,
@@ -35,7 +37,7 @@ from sglang_inflight.vocabulary.bodies import (
     JoinGroupBody,
     TensorBody,
 )
-from sglang_inflight.vocabulary.errors import Refused, UnknownLayout
+from sglang_inflight.vocabulary.errors import RankFailed, Refused, UnknownLayout
 from tests.support.front_end import FrontEnd, OneRank
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick
@@ -113,11 +115,12 @@ class Keeping(OneRank):
         self.staged: list[list[str]] = []
 
     def _do(self, call: Any) -> RankAnswer:
+        if isinstance(call, StageCall):
+            self.layouts.take_in(call.source)
+        if self.fails and isinstance(call, StageCall | JoinGroupCall):
+            return Failed(message="no", error="RankFailed")
         if not isinstance(call, StageCall):
             return super()._do(call)
-        self.layouts.take_in(call.source)
-        if self.fails:
-            return Failed(message="no", error="RankFailed")
         assert isinstance(call.source, LaidOut)
         try:
             self.staged.append([*self.layouts.find(call.source).names])
@@ -288,20 +291,26 @@ def test_group_takes_no_other_call_after_an_unknown_layout(front: Front) -> None
     assert front.gave_up
 
 
-def test_new_group_of_the_name_owes_nothing(front: Front) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_only_a_new_group_owes_nothing(front: Front, is_new: bool) -> None:
+    """A join of the name is refused while its group is of use."""
+    join = JoinGroupBody(
+        master_address="h", master_port=1, rank_offset=1, world_size=2, group_name="g"
+    )
+
     async def play() -> None:
         front.start()
         with pytest.raises(UnknownLayout):
             await front.broadcast(by_digest(one("a")))
-        await front.call(
-            JoinGroupBody(
-                master_address="h", master_port=1, rank_offset=1, world_size=2, group_name="g"
-            )
-        )
-        await front.broadcast(whole(one("b")))
+        front.rank.fails = not is_new
+        with nullcontext() if is_new else pytest.raises(RankFailed):
+            await front.call(join)
+        front.rank.fails = False
+        with nullcontext() if is_new else pytest.raises(Refused, match="not the same call"):
+            await front.broadcast(whole(one("b")))
 
     run(play())
-    assert front.rank.staged == [["b"]]
+    assert front.rank.staged == [["b"]] * is_new
 
 
 def test_longest_unused_layout_is_forgotten(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:

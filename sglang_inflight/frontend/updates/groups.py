@@ -54,13 +54,13 @@ class Groups:
             backend=body.backend,
             rendezvous=rendezvous,
         )
-        self._owed.pop(body.group_name, None)
         patience = self._settings.group_timeout_s + GRACE_S
         try:
             await self._ranks.carry_out(call, patience)
         except asyncio.CancelledError:
             await asyncio.shield(self._stop_joining(call))
             raise
+        self._owed.pop(body.group_name, None)
 
     async def leave(self, body: LeaveGroupBody) -> None:
         call = LeaveGroupCall(group_name=body.group_name)
