@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.starting import ROOT
+from sglang_inflight.vocabulary.answers import Ways
 
 STAGED, IN_PLACE, REFUSED, NOT_BUILT, WRONG = "staged", "in place", "refused", "not built", "WRONG"
 
@@ -16,11 +17,30 @@ _ALONE = "tensors alone"
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How many tensors of a checkpoint take each way (``Ways``), and why not all are planned."""
+
+    planned: int
+    finished: int
+    by_loader: int
+    why: str = ""
+
+    @classmethod
+    def of(cls, ways: Ways) -> Counts:
+        planned, finished, by_loader = (
+            each["tensors"] for each in (ways.planned, ways.finished, ways.by_loader)
+        )
+        return cls(planned, finished, by_loader, one_line(next(iter(ways.why), "")))
+
+
+@dataclass(frozen=True)
 class Result:
     """The effect of updates on a class: one of the words above, and the reason for it."""
 
     kind: str
     why: str = ""
+    # None where updates are not staged
+    counts: Counts | None = None
 
     @property
     def has_logits(self) -> bool:
@@ -29,7 +49,7 @@ class Result:
     def alone(self, reason: str) -> Result:
         """Return this result for tensors without logits, with the reason for that."""
         said = f"{_ALONE}, because {reason}"
-        return Result(self.kind, f"{self.why}; {said}" if self.why else said)
+        return replace(self, why=f"{self.why}; {said}" if self.why else said)
 
 
 def named_error(error: Exception) -> str:

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,8 @@ def run(name: str, folder: Path, *, servers: bool = True) -> Result:
     if not servers:
         return result.alone("this row has not been run with servers")
     try:
-        return _Row(name, family, folder, stages=result.kind == STAGED).compare()
+        served = _Row(name, family, folder, stages=result.kind == STAGED).compare()
+        return replace(served, counts=result.counts)
     except NotServed as error:
         return result.alone(f"SGLang does not serve it on a CPU: {error}")
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import astuple, replace
 
 from sglang.srt.models.registry import ModelRegistry
 
 from harness.starting import ROOT
 from tests.families.families import why_not_built
-from tests.families.result import NOT_BUILT, Result
+from tests.families.result import NOT_BUILT, Counts, Result
 from tests.matrix.limits import replace_between
 
 DOCUMENT = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- make families -->\n", "<!-- end -->\n"
 NOT_RUN = Result(NOT_BUILT, "this row has not been run")
 
-_ROW = re.compile(r"^\| `(\w+)` \| ([\w ]+) \| (.*) \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| `(\w+)` \| ([\w ]+) \| (\d*) \| (\d*) \| (\d*) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE
+)
 
 
 def classes() -> list[str]:
@@ -26,7 +29,11 @@ def classes() -> list[str]:
 def read() -> dict[str, Result]:
     """Return the document's rows."""
     _, rest = DOCUMENT.read_text().split(BEGIN)
-    return {name: Result(kind, why) for name, kind, why in _ROW.findall(rest)}
+    return {name: Result(kind, why, _counts(*c)) for name, kind, *c, why in _ROW.findall(rest)}
+
+
+def _counts(planned: str, finished: str, by_loader: str, why: str) -> Counts | None:
+    return Counts(int(planned), int(finished), int(by_loader), why) if planned else None
 
 
 def write(results: dict[str, Result], *, over_servers: bool = True) -> None:
@@ -38,6 +45,8 @@ def write(results: dict[str, Result], *, over_servers: bool = True) -> None:
     for name, result in results.items():
         if over_servers or name not in known or not known[name].has_logits:
             known[name] = result
+        else:
+            known[name] = replace(known[name], counts=result.counts)
     rows = {name: _row(name, known) for name in classes()}
     replace_between(DOCUMENT, BEGIN, END, _summary(rows) + _table(rows))
 
@@ -50,9 +59,24 @@ def _row(name: str, known: dict[str, Result]) -> Result:
 def _summary(rows: dict[str, Result]) -> str:
     kinds = [result.kind for result in rows.values()]
     counts = [f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds), key=kinds.count)]
-    return f"Of {len(kinds)} classes: {', '.join(reversed(counts))}.\n\n"
+    return f"Of {len(kinds)} classes: {', '.join(reversed(counts))}. {_planned(rows)}\n\n"
+
+
+def _planned(rows: dict[str, Result]) -> str:
+    found = [result.counts for result in rows.values() if result.counts is not None]
+    whole = sum(not (each.finished or each.by_loader) for each in found)
+    none = sum(not each.planned for each in found)
+    parts = len(found) - whole - none
+    return f"All tensors of {whole} classes are planned, some of {parts}, and none of {none}."
 
 
 def _table(rows: dict[str, Result]) -> str:
-    lines = [f"| `{name}` | {result.kind} | {result.why} |\n" for name, result in rows.items()]
-    return "| class | updates | why |\n| --- | --- | --- |\n" + "".join(lines)
+    lines = [f"| `{name}` | {_cells(result)} |\n" for name, result in rows.items()]
+    heads = "class", "updates", "planned", "finished", "by the loader", "not planned", "why"
+    return f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|\n" + "".join(lines)
+
+
+def _cells(result: Result) -> str:
+    counts = result.counts
+    numbers = ("",) * 4 if counts is None else astuple(counts)
+    return " | ".join([result.kind, *map(str, numbers), result.why])

@@ -5,6 +5,9 @@ All tensors within a module's reach are compared, also those that SGLang derives
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,27 +20,44 @@ from sglang.srt.model_loader.loader import get_model_loader
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
+from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.audit import Differs
+from sglang_inflight.scheduler.update.plans.finding import find_plan
+from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.shadow import fuse_scales
+from sglang_inflight.scheduler.update.shadow import fuse_scales, weights_of
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.families import named, tiny
 from tests.families.families import Family
-from tests.families.result import IN_PLACE, NOT_BUILT, REFUSED, STAGED, WRONG, Result, named_error
+from tests.families.result import (
+    IN_PLACE,
+    NOT_BUILT,
+    REFUSED,
+    STAGED,
+    WRONG,
+    Counts,
+    Result,
+    named_error,
+)
 from tests.support.rank import Rank
 
 Tensors = dict[str, torch.Tensor]
-# the last of the folders
-_NEARBY = tiny.VERSIONS
+# each but the first version, and the first one after each
+_ORDER = (1, 0, *(at for near in range(len(tiny.NEARBY)) for at in (tiny.VERSIONS + near, 0)))
 
 
 def compare(family: Family, folder: Path) -> Result:
-    """Update a loaded model to the other checkpoints and back, in each form of staging."""
-    folders = [*(folder / f"v{version}" for version in range(tiny.VERSIONS)), folder / tiny.NEARBY]
+    """Update a loaded model to the other checkpoints and back, in each form of staging.
+
+    Each form gets them twice: by the plan of the model, and by the model's loader alone.
+    """
+    folders = [folder / name for name in tiny.FOLDERS]
     with torch.no_grad():
         try:
             model, config = _load(folders[0], family)
@@ -45,6 +65,8 @@ def compare(family: Family, folder: Path) -> Result:
         except Exception as error:
             return Result(NOT_BUILT, f"SGLang does not load it on a CPU: {named_error(error)}")
         expected = [_tensors_of(model), *map(_tensors_of, others)]
+        if any(not _different(expected[0], other) for other in expected[1:]):
+            return Result(NOT_BUILT, "SGLang loads nothing of its checkpoint")
         why_not, finishing = why_not_shadowed(model), None
         if why_not is not None:
             try:
@@ -54,8 +76,14 @@ def compare(family: Family, folder: Path) -> Result:
                 if (never := why_not_loaded(model)) is not None:
                     return Result(REFUSED, never)
         is_staged = why_not is None or finishing is not None
-        modes = [StagingMode.DEVICE, StagingMode.CHANGES] if is_staged else [StagingMode.OFF]
-        for mode in modes:
+        if not is_staged:
+            counts, tried = None, [(StagingMode.OFF, None)]
+        else:
+            plan = _find_plan(model, finishing, tiny.read(folders[0]))
+            counts = Counts.of(plan.ways(finishes=finishing is not None))
+            modes = [StagingMode.DEVICE, StagingMode.CHANGES]
+            tried = [*itertools.product(modes, (None, plan))]
+        for mode, by_plan in tried:
             rank = Rank(
                 mode,
                 model,
@@ -64,21 +92,58 @@ def compare(family: Family, folder: Path) -> Result:
             )
             if finishing is not None:
                 rank.shadowed._pristine, rank.shadowed._recipe = finishing
-            for version in (1, 0, _NEARBY, 0):
+            rank.shadowed._plan = by_plan
+            how = mode.name.lower() + ("" if by_plan is None else ", by the plan")
+            for version in _ORDER:
                 try:
                     rank.update(tiny.read(folders[version]))
+                except Differs as difference:
+                    return Result(WRONG, f"{how}: {difference}")
                 except Refused as refusal:
-                    return Result(REFUSED, str(refusal))
+                    return Result(REFUSED, str(refusal), counts)
                 if different := _different(_tensors_of(model), expected[version]):
-                    return Result(WRONG, f"{mode.name.lower()}: other tensors: {different}")
-            if mode is not StagingMode.OFF:
-                is_taken = _update_sparse(rank, *map(tiny.read, (folders[0], folders[_NEARBY])))
-                wanted = expected[_NEARBY if is_taken else 0]
-                if different := _different(_tensors_of(model), wanted):
-                    how = f"{mode.name.lower()}, sparse"
                     return Result(WRONG, f"{how}: other tensors: {different}")
+            if mode is StagingMode.OFF:
+                continue
+            for version in range(tiny.VERSIONS, len(folders)):
+                is_taken = _update_sparse(rank, *map(tiny.read, (folders[0], folders[version])))
+                wanted = expected[version if is_taken else 0]
+                if different := _different(_tensors_of(model), wanted):
+                    return Result(WRONG, f"{how}, sparse: other tensors: {different}")
                 rank.update(tiny.read(folders[0]))
-        return Result(STAGED) if is_staged else Result(IN_PLACE, why_not or "")
+        return Result(STAGED, "", counts) if is_staged else Result(IN_PLACE, why_not or "")
+
+
+def _find_plan(
+    model: nn.Module, finishing: tuple[nn.Module, Recipe] | None, start: Tensors
+) -> Plan:
+    """Return the plan that a server of ``model`` would find, proven by the checkpoint ``start``."""
+    restrict: Callable[[Plan], None]
+    if finishing is None:
+        raw, weights, restrict = model, dict(weights_of(model)), _leave_nothing
+    else:
+        raw, recipe = finishing
+        weights = plannable(model, recipe)
+        restrict = functools.partial(leave_torn, recipe=recipe, weights=weights)
+    return find_plan(
+        raw,
+        weights,
+        {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in start.items()},
+        None,
+        _do_nothing,
+        lambda needed: ((name, tensor) for name, tensor in start.items() if name in needed),
+        _do_nothing,
+        UNPACED,
+        restrict=restrict,
+    )
+
+
+def _leave_nothing(plan: Plan) -> None:
+    pass
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _update_sparse(rank: Rank, before: Tensors, after: Tensors) -> bool:

@@ -1,15 +1,16 @@
 """Small checkpoints with random weights, for SGLang's model classes.
 
 Transformers' class of the same name gives the configuration and the names of the tensors. Every
-size of the configuration becomes small. Every tensor differs between the two versions, and another
-checkpoint differs from the first in one element of each.
+size of the configuration becomes small. Every tensor differs between the two versions, and each of
+some others differs from the first in one element of each tensor.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,14 @@ from tests.families.families import Family, merged
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, EXPERTS = 64, 4, 2, 16, 2, 4
 VERSIONS = 2
 SPREAD = 0.1
-# the checkpoint that has changed least
-NEARBY = "v0-nearby"
+# checkpoints that differ from the first in one element of each tensor, and where that is: the
+# first, the last, or one that each name has to itself
+NEARBY: dict[str, Callable[[str, int], int]] = {
+    "v0-first": lambda name, elements: 0,
+    "v0-last": lambda name, elements: elements - 1,
+    "v0-anywhere": lambda name, elements: zlib.crc32(name.encode()) % elements,
+}
+FOLDERS = (*(f"v{version}" for version in range(VERSIONS)), *NEARBY)
 
 # sizes by the names of a configuration's fields
 _SIZES = {
@@ -77,18 +84,19 @@ _SIZES = {
 
 
 def build(name: str, family: Family, folder: Path) -> None:
-    """Write the versions of class ``name`` into ``folder``: ``v0``, ``v1``, and ``NEARBY``."""
+    """Write the checkpoints of class ``name`` into ``folder``, each into one of ``FOLDERS``."""
     if family.model_type is None:
         _build_alike(name, family, folder)
     else:
         _build_named(name, family, folder)
-    shutil.copytree(folder / "v0", folder / NEARBY)
-    for file in (folder / NEARBY).glob("*.safetensors"):
-        tensors = _read_file(file)
-        for changed in tensors.values():
-            if is_taken_sparse(changed) and changed.numel():
-                changed.view(-1)[changed.numel() // 2] += SPREAD
-        save_file(tensors, file, metadata={"format": "pt"})
+    for nearby, choose in NEARBY.items():
+        shutil.copytree(folder / "v0", folder / nearby)
+        for file in (folder / nearby).glob("*.safetensors"):
+            tensors = _read_file(file)
+            for tensor_name, changed in tensors.items():
+                if is_taken_sparse(changed) and changed.numel():
+                    changed.view(-1)[choose(tensor_name, changed.numel())] += SPREAD
+            save_file(tensors, file, metadata={"format": "pt"})
 
 
 def is_taken_sparse(tensor: torch.Tensor) -> bool:
