@@ -124,7 +124,7 @@ def _find_plan(
     else:
         raw, recipe = finishing
         weights = plannable(model, recipe)
-        restrict = functools.partial(leave_torn, recipe=recipe, weights=weights)
+        restrict = functools.partial(leave_torn, recipe=recipe, live=model, weights=weights)
     return find_plan(
         raw,
         weights,

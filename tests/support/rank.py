@@ -92,7 +92,7 @@ class Rank:
         if self.shadowed._plan is not None:
             kinds, weights = self.shadowed._plan.kinds, plannable(self.model, recipe)
             self.shadowed._plan = plan = Plan.of(record(pristine, kinds), kinds, weights)
-            leave_torn(plan, recipe, weights)
+            leave_torn(plan, recipe, self.model, weights)
 
     @property
     def has_plan(self) -> bool:

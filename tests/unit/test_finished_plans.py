@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +414,66 @@ def test_module_in_which_finishing_has_a_part_is_not_planned(
     assert served.serves(checkpoint(1))
 
 
+class Noting(Model):
+    """Notes a number in ``fused`` while it loads, as SGLang's mixtures of experts do."""
+
+    def __init__(
+        self, number: Callable[[Any, torch.Tensor], object], finish: Finish = leaves_alone
+    ) -> None:
+        super().__init__(finish)
+        self.number = number
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def noted() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                yield name, tensor
+                if name == "fused.bias":
+                    self.number(self.fused, tensor)
+
+        super().load_weights(noted())
+
+
+def notes_its_width(layer: Any, bias: torch.Tensor) -> None:
+    layer.width = len(bias)
+
+
+def notes_its_largest(layer: Any, bias: torch.Tensor) -> None:
+    layer.largest = float(bias.max())
+
+
+def notes_its_width_unless_it_is_large(layer: Any, bias: torch.Tensor) -> None:
+    layer.width = 0 if bool((bias > 100).any()) else len(bias)
+
+
+def doubles_its_width(layer: Any) -> None:
+    layer.width *= 2
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("number", "finish", "planned"),
+    [
+        (notes_its_width, leaves_alone, KEPT),
+        (notes_its_width, doubles_its_width, {"norm.weight"}),
+        (notes_its_largest, leaves_alone, {"norm.weight"}),
+        (notes_its_width_unless_it_is_large, leaves_alone, {"norm.weight"}),
+    ],
+)
+def test_module_with_a_number_of_its_loader_is_planned_if_no_content_makes_it(
+    mode: StagingMode, number: Any, finish: Finish, planned: set[str]
+) -> None:
+    served = Served(mode, Noting, number=number, finish=finish)
+    assert served.planned == planned
+    large = checkpoint(2)
+    large["fused.bias"] += 1000.0
+    for sent in (checkpoint(1), large):
+        served.rank.update(sent)
+        assert served.serves(sent)
+    expected = serve(Noting(number, finish), large)
+    for name in ("width", "largest"):
+        assert getattr(served.live.fused, name, None) == getattr(expected.fused, name, None)
+
+
 class Computing(Model):
     """Makes a product of a weight after loading, as MLA does."""
 
@@ -540,7 +600,7 @@ def test_module_that_is_planned_in_part_goes_by_the_loader() -> None:
     assert weights.keys() == KEPT
     plan = plan_of(live)
     plan.drop("fused.bias", "the served weight has another content than its moves give")
-    leave_torn(plan, recipe, weights)
+    leave_torn(plan, recipe, live, weights)
     assert plan.writers.keys() == {"norm.weight"}
     assert plan.by_loader["fused.upper"] == "'fused' is finished as a whole"
 
@@ -561,7 +621,7 @@ def test_tensor_that_loading_puts_elsewhere_goes_by_the_loader(
     recipe = found(Model(), live, checkpoint(0))
     recipe.names.update({place: frozenset(names) for place, names in made_of.items()})
     plan = plan_of(live)
-    leave_torn(plan, recipe, plannable(live, recipe))
+    leave_torn(plan, recipe, live, plannable(live, recipe))
     assert plan.writers.keys() == KEPT - {"norm.weight"}
     assert "norm.weight" in plan.by_loader
 

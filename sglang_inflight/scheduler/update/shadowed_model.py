@@ -277,7 +277,7 @@ class ShadowedModel:
             else:
                 assert recipe is not None
                 weights = plannable(model, recipe)
-                restrict = functools.partial(leave_torn, recipe=recipe, weights=weights)
+                restrict = functools.partial(leave_torn, recipe=recipe, live=model, weights=weights)
             return find_plan(
                 pristine or model,
                 weights,
@@ -599,7 +599,7 @@ class ShadowedModel:
             self._plan.drop(place, "an update's audit has found a difference")
         if self._recipe is not None:
             weights = plannable(self.runner.model, self._recipe)
-            leave_torn(self._plan, self._recipe, weights)
+            leave_torn(self._plan, self._recipe, self.runner.model, weights)
         self.ways = self._plan.ways(finishes=self.finishes)
         self._replay = None
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.update.finished.finished_model import live_numbers
 from sglang_inflight.scheduler.update.finished.places import split_name, tensors_of, without_views
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.plans.plan import Plan
@@ -22,23 +23,31 @@ def plannable(live: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Return the served weights, by name, that a plan may write.
 
     Each is as loaded, and so are all weights of its module. No finishing has looked at their
-    content, and makes nothing else there: so other content cannot change what it does. None shares
+    content, and makes no tensor there: so other content cannot change what it does. None shares
     memory with a tensor at another place.
     """
     served = {place: t for place, t in tensors_of(live).items() if place in recipe.tensors}
     within = without_views(served)
     shared = {at.module for views in within.items() if views[0] != views[1] for at in views}
-    others = shared | recipe.awaited | {place.module for place in recipe.numbers}
+    others = shared | recipe.awaited
     others |= {place.module for place in recipe.tensors if str(place) not in recipe.untouched}
     return {str(place): t for place, t in served.items() if place.module not in others}
 
 
-def leave_torn(plan: Plan, recipe: Recipe, weights: Mapping[str, torch.Tensor]) -> None:
+def leave_torn(
+    plan: Plan, recipe: Recipe, live: nn.Module, weights: Mapping[str, torch.Tensor]
+) -> None:
     """Leave to the loader each module of which ``plan`` writes only a part of the ``weights``.
 
-    The load of the served checkpoint has shown which tensors a weight is made of (``recipe``). A
-    plan that says something else is wrong: loading from disk may rename tensors.
+    So is a module with a number that finishing makes, or loading out of content. The load of the
+    served checkpoint has shown which tensors a weight is made of (``recipe``). A plan that says
+    something else is wrong: loading from disk may rename tensors.
     """
+    numbers = live_numbers(live, recipe)
+    made = {at.module: at for at, served in numbers.items() if plan.numbers.get(str(at)) != served}
+    for place in [*plan.writers]:
+        if (at := made.get(split_name(place)[0])) is not None:
+            plan.drop(place, f"loading and finishing make {str(at)!r}")
     made_of: dict[str, set[str]] = {}
     for place, names in recipe.names.items():
         for name in names:

@@ -382,6 +382,8 @@ class RawModel:
 
     def _make(self, paths: list[str], *, at_seal: bool) -> None:
         """Finish modules with complete raw weights, and hand the results on."""
+        # one module at a time in the proof
+        loaded = [*self._numbers_at(paths[0])] if self._recipe is None else []
         self._finishing = True
         try:
             for path in paths:
@@ -410,7 +412,7 @@ class RawModel:
             self._done.add(path)
             if self._recipe is None:
                 # others may share its raw weights, and nothing is known of that yet
-                self._try_other_content(path, made)
+                self._try_other_content(path, made, loaded)
                 continue
             for weight in self._of_module.get(path, ()):
                 weight.reset()
@@ -496,11 +498,22 @@ class RawModel:
             with device_loading_context(module, self._device), self._noting_looks(path):
                 method.process_weights_after_loading(module)
 
-    def _try_other_content(self, path: str, made: Made) -> None:
+    def _numbers_at(self, path: str) -> Iterator[tuple[str, str, Number]]:
+        """Yield the numbers that loading has made in a module, each with its owner's prefix."""
+        for owner in owners_at(path, self._modules[path]):
+            for name, value in values_of(owner):
+                place = Place(owner.module, owner.prefix + name)
+                if isinstance(value, _NUMBERS) and self._raw_numbers.get(place) != value:
+                    yield owner.prefix, name, value
+
+    def _try_other_content(
+        self, path: str, made: Made, loaded: Iterable[tuple[str, str, Number]]
+    ) -> None:
         """Note, in the proof, whether finishing does something else with other content.
 
         Kernels outside of torch's dispatcher are not seen when they look at it. ``made``: of the
-        served content, which is handed on. Its tensors are given back.
+        served content, which is handed on. Its tensors are given back. ``loaded``: the numbers
+        that were there before it was finished.
         """
         module, places = self._modules[path], {*made.tensors}
         made.tensors.clear()
@@ -512,6 +525,10 @@ class RawModel:
         for weight in weights:
             tensor = getattr(module, weight.attribute)
             tensor.data = self._altered(tensor.data)
+        owners = {owner.prefix: owner.object for owner in owners_at(path, module)}
+        for prefix, name, number in loaded:
+            if prefix in owners:
+                setattr(owners[prefix], name, number)
         before = [self._checksum_of(getattr(module, w.attribute)) for w in weights]
         self._finishing = True
         try:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 
 import torch
 
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
+from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
@@ -38,6 +40,7 @@ class Plan:
         moves: Mapping[str, tuple[Planned, ...]],
         by_loader: Mapping[str, str],
         together: Mapping[str, str | None],
+        numbers: Mapping[str, Number] = MappingProxyType({}),
     ) -> None:
         # shapes and dtypes of the checkpoint's tensors
         self.kinds = dict(kinds)
@@ -47,6 +50,7 @@ class Plan:
         self.by_loader = dict(by_loader)
         # see ``Recorded``
         self.together = dict(together)
+        self.numbers = dict(numbers)
         # the tensors that write a planned weight
         self.writers: dict[str, set[str]] = {}
         self.indexed()
@@ -56,7 +60,8 @@ class Plan:
         cls, recorded: Recorded, kinds: Mapping[str, Kind], weights: Mapping[str, torch.Tensor]
     ) -> Plan:
         """``weights``: those served, by name."""
-        plan = cls(kinds, recorded.moves, recorded.unplanned, recorded.together)
+        of = recorded
+        plan = cls(kinds, of.moves, of.unplanned, of.together, of.numbers)
         plan.fit(weights)
         return plan
 
@@ -127,7 +132,7 @@ class Plan:
         moves = {
             n: tuple(m for m in found if m.place not in places) for n, found in self.moves.items()
         }
-        return Plan(self.kinds, moves, self.by_loader, self.together)
+        return Plan(self.kinds, moves, self.by_loader, self.together, self.numbers)
 
     def is_whole(self, place: str, weight: torch.Tensor) -> bool:
         """Return whether the moves reach every element of ``weight``."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, modules_of, tensors_in
+from sglang_inflight.scheduler.update.finished.places import Number, numbers_of
 from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.scheduler.update.shadow import (
@@ -82,6 +83,7 @@ def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
         {**recorded.computed, **theirs},
         frozenset(),
         recorded.together,
+        recorded.numbers,
     )
 
 
@@ -91,6 +93,7 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
     twin.begin()
     leave_unfinished(twin.model)
     recorder = Recorder(twin.targets())
+    constructed = _numbers_of(twin.model)
     loader: Any = twin.model
     try:
         with torch.no_grad(), recorder:
@@ -109,7 +112,8 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
         for name, value in named:
             for tensor in tensors_in(value, also_without_memory=True):
                 recorder.note_kept(tensor, f"the loader makes {path + '.' if path else ''}{name}")
-    return recorder.result(), None, ""
+    numbers = dict(_numbers_of(twin.model).items() - constructed.items())
+    return recorder.result()._replace(numbers=numbers), None, ""
 
 
 def leave_unfinished(model: nn.Module) -> None:
@@ -124,6 +128,10 @@ def _without_memory(tensors: Mapping[str, Kind]) -> Iterator[tuple[str, torch.Te
     for name, (shape, dtype) in tensors.items():
         yield_gil()
         yield name, torch.empty(shape, dtype=dtype, device=_NOWHERE)
+
+
+def _numbers_of(model: nn.Module) -> dict[str, Number]:
+    return {str(place): number for place, (_, _, number) in numbers_of(model).items()}
 
 
 def _finish_nothing(*args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     without_threads,
     written_arguments,
 )
+from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.plans.moves import (
     CONSTANT,
     Box,
@@ -94,6 +95,8 @@ class Recorded(NamedTuple):
     # a tensor that the loader takes only together with others -> one name for all of them; None for
     # those that it writes after it has got all tensors
     together: Mapping[str, str | None] = MappingProxyType({})
+    # numbers that loading sets in the model, by place: no tensor had a content to make them of
+    numbers: Mapping[str, Number] = MappingProxyType({})
 
 
 class _Content(NamedTuple):

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from sglang_inflight.cache import default_cache, keep, read_kept
+from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned
@@ -42,16 +43,24 @@ class _Entry(NamedTuple):
     unit: str | None = ""
 
 
+class _Kept(NamedTuple):
+    """A plan in a file. ``parts`` are lists of ``_Entry``."""
+
+    numbers: dict[str, Number]
+    parts: list[msgspec.Raw]
+
+
 def recall(name: str) -> Plan | None:
     """Return the plan of this name, or None if there is none."""
     content = read_kept(_file(name), "plan")
     if content is None:
         return None
-    plan = Plan({}, {}, {}, {})
     # layers are alike: one object for all equal ones
     shared: dict[Any, Any] = {}
     try:
-        for part in msgspec.msgpack.decode(content, type=list[msgspec.Raw]):
+        kept = msgspec.msgpack.decode(content, type=_Kept)
+        plan = Plan({}, {}, {}, {}, kept.numbers)
+        for part in kept.parts:
             for entry in _decoder.decode(part):
                 plan.kinds[entry.name] = shared.setdefault(entry.kind, entry.kind)
                 if entry.unit != "":
@@ -90,7 +99,7 @@ def remember(name: str, plan: Plan) -> None:
     for part in _parts(entries):
         parts.append(msgspec.Raw(msgspec.msgpack.encode(part, enc_hook=_dtype_name)))
         yield_gil()
-    keep(_file(name), msgspec.msgpack.encode(parts), "plan")
+    keep(_file(name), msgspec.msgpack.encode(_Kept(plan.numbers, parts)), "plan")
 
 
 def _parts(entries: Iterator[T]) -> Iterator[list[T]]:
