@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.moves import (
     CONSTANT,
     Box,
@@ -392,6 +393,36 @@ def test_served_checkpoint_proves_all_of_a_plan() -> None:
     plan.prove(tensors.items(), weights, nothing, UNPACED)
     assert plan.needed == set(NAMES)
     assert not plan.by_loader
+
+
+class RequiresAll(Model):
+    """Negates ``b``, and takes no part of a checkpoint."""
+
+    def load_weights(self, weights: Weights) -> None:
+        loaded = set[str]()
+        for name, tensor in weights:
+            self.load(name, -tensor if name == "b" else tensor)
+            loaded.add(name)
+        if missing := {*NAMES} - loaded:
+            raise RuntimeError(f"some parameters are not loaded: {sorted(missing)}")
+
+
+@torch.no_grad()
+def test_loader_that_takes_no_part_alone_gets_all_tensors() -> None:
+    """With its own tensors alone it would refuse each update."""
+    model, tensors = RequiresAll(), checkpoint(0)
+    model.load_weights(tensors.items())
+    kinds = {name: Kind(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(needed: Container[str]) -> Weights:
+        return tensors.items()
+
+    plan = find_plan(
+        model, dict(model.named_parameters()), kinds, None, nothing, read, nothing, UNPACED
+    )
+    assert not plan.moves
+    assert plan.by_loader.keys() == set(NAMES)
+    assert "not loaded: ['a', 'c']" in plan.by_loader["a"]
 
 
 def test_weight_that_is_not_what_its_moves_give_goes_by_the_loader() -> None:

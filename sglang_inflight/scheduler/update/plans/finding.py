@@ -9,10 +9,11 @@ from torch import nn
 
 from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, record
+from sglang_inflight.scheduler.update.plans.record import Kind, record, why_not_apart
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
 from sglang_inflight.scheduler.update.plans.trial import prove_by_loader
 from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.vocabulary.errors import shorten
 
 
 def find_plan(
@@ -54,6 +55,8 @@ def find_plan(
     # other weights may be served by now
     check()
     restrict(plan)
+    if (why := why_not_apart(model, kinds, plan.by_loader)) is not None:
+        plan = Plan(kinds, {}, dict.fromkeys(kinds, shorten(why)), {})
     if name is not None and is_proven:
         remember(name, plan)
     return plan

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _NOWHERE = torch.device("meta")
 # runs after which a loader that fails again and again has no plan
 _MOST_RUNS = 12
+_WITHOUT_MEMORY = "the loader fails on a tensor without memory"
 
 
 class Kind(NamedTuple):
@@ -64,9 +65,23 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
         if at is None:
             break
         alike = _pattern(at)
-        reason = f"the loader fails on a tensor without memory: {why}"
+        reason = f"{_WITHOUT_MEMORY}: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
     return Recorded({}, dict.fromkeys(tensors, f"the loader fails: {why}"), {}, frozenset())
+
+
+def why_not_apart(
+    model: nn.Module, tensors: Mapping[str, Kind], by_loader: Mapping[str, str]
+) -> str | None:
+    """Return why the loader of ``model`` takes no part of its ``tensors`` alone, or None.
+
+    ``by_loader``: the tensors that it would get, with the reason why it gets them.
+    """
+    apart = {n: tensors[n] for n, why in by_loader.items() if not why.startswith(_WITHOUT_MEMORY)}
+    if not apart:
+        return None
+    recorded, _, why = _run(model, apart)
+    return f"the loader fails without other tensors: {why}" if recorded is None else None
 
 
 def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
