@@ -181,7 +181,7 @@ class Plan:
     def _why_elsewhere(self, place: str, weight: torch.Tensor | None) -> str | None:
         """Return why the moves into ``place`` do not fit ``weight``, or None if they do."""
         if weight is None:
-            return "the weight is no parameter of the served model"
+            return "the weight is not served as it was loaded"
         span = span_of(weight)
         if span != weight.numel():
             return "the weight has holes in its memory"
