@@ -51,7 +51,7 @@ ENV = {
     # a failed forward must not be taken for a slow start
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
-TENSORS_TIMEOUT_S = 60
+TENSORS_TIMEOUT_S = 120
 LENGTHS = (5, 24, 70)
 NEW_TOKENS = 8
 LOGPROBS = (
