@@ -247,6 +247,8 @@ class Staged(RankAnswer, kw_only=True):
     saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)
+    # names of tensors that the update has to bring whole
+    unpatched: tuple[str, ...] = ()
     # warnings of the update so far
     warnings: tuple[str, ...] = ()
     # digest of the call's tensors as they came, if the call asks for it

@@ -11,6 +11,8 @@ import torch
 
 from harness.server import Server, serve
 from harness.trainer import Trainers
+from sglang_inflight.client import Client
+from sglang_inflight.client import Sender as Changes
 from tests.support import (
     block_fp8,
     chain,
@@ -191,15 +193,35 @@ def test_bad_updates_change_nothing(server: Server, kind: Kind, sender: Sender) 
         answer = refuse(server.post(TENSOR, body))
         assert any(word in str(answer) for word in words.split("|")), answer
         assert serving(server) == before
-    sparse = body_of(kind, weights, load_format="sparse", partial=True, **LIVE)
-    if kind.model is not gemma:
-        refuse(server.post(TENSOR, sparse), "send whole tensors")
-    assert serving(server) == before
     more_tokens(running)
     for output in expect_all_go_on(running):
         assert versions_of(output) == ["v1"]
     assert all(rank["state"] == "empty" and rank["dirty"] is None for rank in staging(server))
     expect_served(server, 1)
+
+
+def test_changes_of_a_trainer_are_served_exactly(
+    server: Server, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where finishing leaves weights alone their elements come, and finished modules whole."""
+    if kind.model is block_fp8:
+        pytest.skip("gloo broadcasts no FP8")
+    running = start_running(server, 1, tokens=ENDLESS)
+    with Client(server.url) as client, Changes(client, sparse=True) as trainer:
+        for version in (1, 2, 3):
+            sent = trainer.send(kind.model.tensors(version).items(), weight_version=f"v{version}")
+            more_tokens(running)
+            expect_served(server, version)
+    assert sent.receipt is not None
+    digests = [rank.digest for rank in sent.receipt.ranks]
+    expect_all_go_on(running)
+    # values and scales belong together, and a version changes one of the two alone
+    comes_whole = kind.name in ("toy", "toy-experts", "int8")
+    assert ("changes were refused" in caplog.text) == comes_whole
+    assert (sent.receipt.tensors == len(kind.model.tensors(0))) == comes_whole
+    whole = body_of(kind, kind.model.tensors(3), partial=False, **LIVE)
+    receipt = succeed(server.post(TENSOR, whole))
+    assert [rank["digest"] for rank in receipt["ranks"]] == digests
 
 
 def test_partial_update_of_a_module_leaves_the_rest(

@@ -77,7 +77,9 @@ class Sender(Generic[Receipt_co]):
 
     With ``sparse`` the sender keeps a copy of the last version in this machine's memory, and sends
     the elements that have changed. It sends a tensor whole where that is smaller, and for values
-    that servers take only so (NaN, infinity, dtypes other than floats of 2 bytes or more).
+    that servers take only so (NaN, infinity, dtypes other than floats of 2 bytes or more). Servers
+    name what they take only whole, because SGLang finishes it after loading: it follows in the same
+    session, with the tensors that it is finished together with.
 
     It sends a whole version if a server does not serve the last one sent: at first, and after a
     failure, a rollback, a restart or another trainer's update. If the ranks refuse changes, the
@@ -119,7 +121,7 @@ class Sender(Generic[Receipt_co]):
 
         self._client = client
         inner = client.client
-        self._update: Callable[..., Coroutine[Any, Any, object]] = inner.update
+        self._update: Callable[..., Coroutine[Any, Any, Any]] = inner.update
         self._servers = inner.servers if isinstance(inner, AsyncFleet) else (inner,)
         self._group_name = group_name
         self._backend: Backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -243,11 +245,10 @@ class Sender(Generic[Receipt_co]):
                     calls = {server.url: self._start(server.status) for server in self._servers}
                     served = {url: call.result() for url, call in calls.items()}
                     base.require_served(digests_of(served))
-                buckets = fill_buckets(
-                    pieces, self._bucket_bytes, self._device, with_digests=self._check
-                )
-                for bucket in buckets:
-                    self._send(bucket)
+                unpatched = self._send_all(pieces)
+                if self._snapshot is not None:
+                    names = sorted(unpatched & self._snapshot.keys())
+                    self._send_all(Piece.whole(name, self._snapshot[name]) for name in names)
         except BaseException:
             # the session is dropped by now, and no rank waits for a broadcast
             if not self._is_in_step:
@@ -290,7 +291,17 @@ class Sender(Generic[Receipt_co]):
                 if not join.cancel() and join.exception() is None:
                     self._joined.append(server)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send_all(self, pieces: Iterable[Piece]) -> set[str]:
+        """Send ``pieces``. Return the names of tensors that servers take whole alone."""
+        unpatched = set[str]()
+        for bucket in fill_buckets(
+            pieces, self._bucket_bytes, self._device, with_digests=self._check
+        ):
+            unpatched = self._send(bucket)
+        return unpatched
+
+    def _send(self, bucket: Bucket) -> set[str]:
+        """Send a bucket. Return the names of tensors that the session has to bring whole."""
         assert self._group is not None
         self._is_in_step = False
         answer = self._start(
@@ -298,7 +309,7 @@ class Sender(Generic[Receipt_co]):
         )
         try:
             self._await_broadcast(self._group.broadcast(bucket.flat), answer)
-            answer.result()
+            staged = answer.result()
         except RuntimeError as error:
             _await_calls([answer], REASON_S)
             _raise_refusals([answer])
@@ -309,6 +320,8 @@ class Sender(Generic[Receipt_co]):
             # only after an interruption; otherwise the call is done
             answer.cancel()
         self._is_in_step = True
+        answers = staged.answers.values() if isinstance(staged, Report) else [staged]
+        return {name for each in answers for name in each.unpatched}
 
     @staticmethod
     def _await_broadcast(is_sent: Callable[[], bool], answer: Future[Any]) -> None:

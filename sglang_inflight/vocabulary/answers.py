@@ -323,7 +323,10 @@ class Receipt(Answer, frozen=True, kw_only=True):
 
 
 class StagedSoFar(Answer, frozen=True, kw_only=True):
-    """A session's staged tensors, not served yet. ``weight_version`` is the served version."""
+    """A session's staged tensors, not served yet. ``weight_version`` is the served version.
+
+    ``unpatched``: names of tensors that have to come whole, because parts of some were not taken.
+    """
 
     success: bool = True
     message: str
@@ -331,6 +334,7 @@ class StagedSoFar(Answer, frozen=True, kw_only=True):
     staged_s: float
     bytes: int
     tensors: int
+    unpatched: tuple[str, ...] = ()
 
 
 class Begun(Answer, frozen=True, kw_only=True):

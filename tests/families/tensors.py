@@ -155,7 +155,7 @@ def _update_sparse(rank: Rank, before: Tensors, after: Tensors) -> bool:
         at = (tensor != before[name]).view(-1).nonzero().view(-1)
         sent |= {f"{name}.indices": at, f"{name}.values": tensor.view(-1)[at]}
     try:
-        rank.update(sent, partial=True, load_format="sparse")
+        rank.update_sparse(sent, after)
     except Refused:
         return False
     return True

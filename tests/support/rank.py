@@ -115,6 +115,19 @@ class Rank:
         """Make one update of several calls, overwriting the sender's memory after each call."""
         update = self.begin(partial=partial)
         self.send(update, calls, load_format)
+        self.commit(update)
+
+    def update_sparse(self, parts: Tensors, whole: Tensors) -> None:
+        """Send ``parts``, and what the rank takes only ``whole``, in one update."""
+        update = self.begin(partial=True)
+        self.prepare(update)
+        self.fill(update, parts, "sparse")
+        if unpatched := set[str]().union(*update.unpatched.values()):
+            self.fill(update, {name: whole[name] for name in unpatched})
+        self.seal(update)
+        self.commit(update)
+
+    def commit(self, update: Update) -> None:
         assert update.sealed is not None
         self.base_digest, self.digest = update.base_digest, update.sealed.digest
         self._previous = update.sealed.swap

@@ -274,6 +274,106 @@ def test_module_of_a_weight_that_an_audit_finds_different_goes_by_the_loader() -
     assert served.serves(checkpoint(1))
 
 
+# ---- sparse tensors --------------------------------------------------------------------
+
+
+def part(version: int, *names: str) -> Tensors:
+    """Return the last but one element of each tensor of ``version``, and where it is."""
+    found: Tensors = {}
+    for name, tensor in some(version, *names).items():
+        at = torch.tensor([tensor.numel() - 2])
+        found |= {f"{name}.indices": at, f"{name}.values": tensor.view(-1)[at]}
+    return found
+
+
+def patched(version: int, *names: str) -> Tensors:
+    """Return tensors of version 0, each with the element of ``part``."""
+    tensors = some(0, *names)
+    for tensor, other in zip(tensors.values(), some(version, *names).values(), strict=True):
+        tensor.view(-1)[-2] = other.view(-1)[-2]
+    return tensors
+
+
+@MODES
+@pytest.mark.parametrize(
+    "names", [["norm.weight"], ["fused.lower"], ["norm.weight", "fused.upper", "fused.bias"]]
+)
+def test_elements_of_what_finishing_leaves_alone_are_replaced(
+    mode: StagingMode, names: list[str]
+) -> None:
+    served = Served(mode)
+    for version in (1, 2):
+        served.rank.update(part(version, *names), partial=True, load_format="sparse")
+        assert asked == []
+        assert served.serves(patched(version, *names))
+        asked.clear()
+
+
+@MODES
+def test_elements_of_a_finished_weight_are_refused_by_name(mode: StagingMode) -> None:
+    served = Served(mode)
+    sent = part(1, "norm.weight", "packed.weight")
+    with pytest.raises(Refused, match=r"the target model.*send whole tensors packed\.weight"):
+        served.rank.update(sent, partial=True, load_format="sparse")
+    assert served.serves()
+
+
+@MODES
+def test_finished_weight_comes_whole_after_its_elements(mode: StagingMode) -> None:
+    served = Served(mode)
+    rank, update = served.rank, served.rank.begin(partial=True)
+    rank.prepare(update)
+    rank.fill(update, part(1, "packed.weight", "norm.weight", "fused.bias"), "sparse")
+    assert update.unpatched == {"target": {"packed.weight"}}
+    rank.fill(update, some(1, "packed.weight"))
+    rank.seal(update)
+    assert update.sealed is not None
+    update.sealed.swap.make()
+    assert served.serves(some(1, "packed.weight"), patched(1, "norm.weight", "fused.bias"))
+
+
+@MODES
+def test_tensors_that_are_finished_together_are_named_together(mode: StagingMode) -> None:
+    served = Served(mode, finish=transposes_weight)
+    rank, update = served.rank, served.rank.begin(partial=True)
+    rank.prepare(update)
+    rank.fill(update, part(1, "fused.lower"), "sparse")
+    assert update.unpatched == {"target": {"fused.upper", "fused.lower", "fused.bias"}}
+
+
+@MODES
+def test_elements_are_refused_of_a_finished_model_without_a_plan(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rank, "plans", False)
+    served = Served(mode)
+    with pytest.raises(Refused, match=r"send whole tensors norm\.weight"):
+        served.rank.update(part(1, "norm.weight"), partial=True, load_format="sparse")
+    assert asked == []
+    assert served.serves()
+
+
+@MODES
+@pytest.mark.parametrize("parts_first", [False, True])
+def test_part_and_whole_of_a_tensor_in_one_update(mode: StagingMode, parts_first: bool) -> None:
+    """The whole one counts if it comes last. A part after it finds no loaded form to change."""
+    served = Served(mode)
+    rank, update = served.rank, served.rank.begin(partial=True)
+    rank.prepare(update)
+    if parts_first:
+        rank.fill(update, part(1, "norm.weight"), "sparse")
+        rank.fill(update, some(2, "norm.weight"))
+        rank.seal(update)
+        assert update.sealed is not None
+        update.sealed.swap.make()
+        assert served.serves(some(2, "norm.weight"))
+        return
+    rank.fill(update, some(2, "norm.weight"))
+    rank.fill(update, part(1, "norm.weight"), "sparse")
+    with pytest.raises(Refused, match=r"send whole tensors norm\.weight"):
+        rank.seal(update)
+
+
 # ---- tensors outside of the plan -------------------------------------------------------
 
 

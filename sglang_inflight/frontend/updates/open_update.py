@@ -100,6 +100,8 @@ class OpenUpdate:
     bytes: int = 0
     # how many tensors were quantized on arrival, by what came and what is served
     quantized: Counter[str] = field(default_factory=Counter)
+    # names of tensors that have to come whole, on any rank
+    unpatched: tuple[str, ...] = ()
     # what the ranks did not take over from a checkpoint
     warnings: tuple[str, ...] = ()
     # digest of all tensors that came to each rank, None if the ranks do not know it
@@ -211,6 +213,7 @@ class OpenUpdate:
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
         self.quantized.update(staged[0].quantized)
+        self.unpatched = tuple(sorted({name for rank in staged for name in rank.unpatched}))
         # each once, in their order
         said = [*self.warnings, *(warning for rank in staged for warning in rank.warnings)]
         self.warnings = tuple(dict.fromkeys(said))

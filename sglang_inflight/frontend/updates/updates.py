@@ -367,6 +367,7 @@ class Updates:
             staged_s=session.staged_s,
             bytes=session.bytes,
             tensors=session.tensors,
+            unpatched=session.unpatched,
         )
 
     def _deadline(self, timeout_s: float | None) -> Deadline:

@@ -246,6 +246,8 @@ class Jobs:
                         rate_limit=self._rate_limit,
                     )
                 update.names.setdefault(model.role, set()).update(checks.names)
+                whole = set[str]() if is_sparse(source) else checks.names
+                update.note_unpatched(model.role, checks.unpatched, whole)
                 update.is_sparse |= is_sparse(source)
                 if checks.tensors:
                     update.loaded.add(model.role)
@@ -265,6 +267,7 @@ class Jobs:
             bytes=nbytes,
             quantized=dict(quantized),
             warnings=tuple(update.warnings),
+            unpatched=tuple(sorted(set[str]().union(*update.unpatched.values()))),
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
         )
 
@@ -336,6 +339,7 @@ class Jobs:
         shadowed = update.roles if was_loaded else set[str]()
         whole = {m.role for m in self._models if not self._is_partial(update, m)} & shadowed
         models = [model for model in self._models if model.role in update.roles]
+        _refuse_unpatched(update)
         for model in models:
             model.refuse_if_unfinished()
         if update.fills_hollow:
@@ -683,6 +687,17 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
+
+
+def _refuse_unpatched(update: Update) -> None:
+    """Raise ``Refused`` if parts of a tensor came that goes whole alone, and not all of it."""
+    for role, names in update.unpatched.items():
+        if names:
+            raise Refused(
+                f"load_format 'sparse': tensors that the {role} model's loader computes with, that "
+                "SGLang finishes after loading, or that are in no load plan, are taken whole alone: "
+                f"send whole tensors {list_names(sorted(names))}"
+            )
 
 
 def _read_live(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -785,16 +785,19 @@ class ShadowedModel:
     def _take_sparse(
         self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
     ) -> None:
+        """Move the planned ones of ``found``. Note the names of others, which have to come whole."""
         for sparse in found:
-            self._quantizer.refuse_sparse(sparse.name)
-            if replay is None or not replay.take_sparse(sparse):
-                why = self._plan.by_loader.get(sparse.name) if self._plan is not None else None
-                raise Refused(
-                    f"load_format 'sparse': {shorten(sparse.name)!r} goes by the {self.role} "
-                    f"model's loader, which takes whole tensors ({why or 'it has no load plan'}): "
-                    "send whole tensors"
-                )
-            checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
+            if replay is not None and replay.take_sparse(sparse):
+                self._quantizer.note_patched(sparse.name)
+                checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
+            else:
+                checks.unpatched |= self._together(sparse.name)
+
+    def _together(self, name: str) -> Set[str]:
+        """Return the names of the tensors that are loaded only together with the tensor ``name``."""
+        if self._recipe is not None:
+            return self._recipe.together.get(name, {name})
+        return self._plan.unit_of(name) if self._plan is not None else {name}
 
     def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
         """Move the planned ones of ``weights``, and yield the others."""

@@ -80,6 +80,8 @@ class Update:
         self.loaded: set[str] = set()
         # names of received tensors, by the role of the model
         self.names: dict[str, set[str]] = {}
+        # names of tensors of which a part came, and all of which has to, by the role of the model
+        self.unpatched: dict[str, set[str]] = {}
         # whether a part of a tensor was received
         self.is_sparse = False
         self.tensors = 0
@@ -111,6 +113,12 @@ class Update:
             return
         before = [] if self.received_digest is None else [self.received_digest]
         self.received_digest = digest_of_all([*before, *digests])
+
+    def note_unpatched(self, role: str, unpatched: set[str], arrived: set[str]) -> None:
+        """Note that parts of tensors were not taken, and which tensors ``arrived`` whole."""
+        waiting = self.unpatched.setdefault(role, set())
+        waiting -= arrived
+        waiting |= unpatched
 
     def warn(self, warning: str) -> None:
         """Have the receipt say ``warning``, once."""

@@ -94,6 +94,8 @@ class TensorChecks:
         # how many tensors were quantized, by what came and what it became
         self.quantized: Counter[str] = Counter()
         self.names: set[str] = set()
+        # names of tensors that have to come whole, because parts of some were not taken
+        self.unpatched: set[str] = set()
 
     def refuse_wrong_dtype(self, write: Write) -> None:
         """Raise ``Refused`` if a tensor's dtype cannot fill the weight that ``write`` is about.

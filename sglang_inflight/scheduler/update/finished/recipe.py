@@ -8,7 +8,8 @@ between, or a tensor that serving has made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,21 @@ class Recipe:
     tensors: frozenset[Place]
     numbers: frozenset[Place]
     awaited: frozenset[str]
+
+    @functools.cached_property
+    def together(self) -> Mapping[str, Set[str]]:
+        """Names of the tensors that make the same modules as a tensor does, by its name."""
+        at: dict[str, list[str]] = {}
+        of: dict[str, set[str]] = {}
+        for weight, names in self.names.items():
+            module, _ = split_name(weight)
+            of.setdefault(module, set()).update(names)
+            for name in names:
+                at.setdefault(name, []).append(module)
+        return {
+            name: of[modules[0]].union(*(of[module] for module in modules[1:]))
+            for name, modules in at.items()
+        }
 
     @property
     def deleted(self) -> frozenset[str]:

@@ -95,6 +95,12 @@ class Plan:
         others = {self.together.get(name) for name in self.by_loader}
         return [tuple(names) for unit, names in sets.items() if unit not in others]
 
+    def unit_of(self, name: str) -> set[str]:
+        """Return the names of the tensors that the loader takes only together with ``name``."""
+        unit = self.together.get(name, name)
+        others = {other for other, its in self.together.items() if its == unit}
+        return others | {name}
+
     def ways(self, *, finishes: bool) -> Ways:
         """Count the tensors by the way that they take. ``finishes``: SGLang finishes the model."""
         counts = {way: dict.fromkeys(("tensors", "bytes"), 0) for way in ("planned", "other")}

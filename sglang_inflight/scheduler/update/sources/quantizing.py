@@ -189,14 +189,13 @@ class Quantizer:
                 self._note(name, tensor)
                 yield name, tensor
 
-    def refuse_sparse(self, name: str) -> None:
-        """Raise ``Refused`` if the tensor ``name`` has scales."""
-        if name in self._quantized:
-            raise Refused(
-                f"sparse tensor {shorten(name)!r}: the served checkpoint stores it as "
-                f"{self._quantized[name]}, and a changed element may change the scale of others: "
-                "send whole tensors"
-            )
+    def note_patched(self, name: str) -> None:
+        """Note some values of a tensor that is stored in a float dtype, as one of scales may be."""
+        if (weight := self._weights.get(name)) is None:
+            return
+        if weight in self._converted:
+            raise self._twice(weight)
+        self._as_stored.add(name)
 
     def refuse_parts(self) -> None:
         """Raise ``Refused`` for values without their scales, and for scales without values."""

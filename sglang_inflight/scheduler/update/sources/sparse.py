@@ -2,7 +2,7 @@
 
 ``NAME.indices`` (int32 or int64, one dimension, flat positions, each once) and ``NAME.values`` (a
 float dtype, as many) stand for the tensor NAME. Its load plan says where the elements go. A tensor
-without one cannot be sent so.
+without one has to come whole instead.
 """
 
 from __future__ import annotations
