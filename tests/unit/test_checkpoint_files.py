@@ -78,6 +78,42 @@ def test_every_tensor_of_every_file_is_read(
     assert same({name: tensor.clone() for name, tensor in reading(*paths)}, parts[0] | parts[1])
 
 
+def test_tensors_that_nobody_wants_are_described_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = [weights(), weights(7)]
+    for at, tensors in enumerate(saved):
+        save_file(tensors, tmp_path / f"{at}.safetensors")
+    wanted = {"layer1", "layer4", "layer10"}
+    asked = 0
+    read_into = SafetensorsFile.read_into
+
+    def count(file: SafetensorsFile, view: memoryview, start: int) -> int:
+        nonlocal asked
+        # none of its header
+        asked += len(view) if "places" in vars(file) else 0
+        return read_into(file, view, start)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", count)
+    everything = saved[0] | saved[1]
+    with AbandonableThread(lambda: None) as thread:
+        found = {
+            name: tensor if tensor.is_meta else tensor.clone()
+            for name, tensor in read_safetensors(
+                [str(tmp_path / f"{at}.safetensors") for at in range(2)],
+                thread,
+                UNPACED,
+                wants=lambda place: place.name in wanted,
+            )
+        }
+    assert found.keys() == everything.keys()
+    assert asked == sum(everything[name].nbytes for name in wanted)
+    for name, tensor in found.items():
+        assert (tensor.shape, tensor.dtype) == (everything[name].shape, everything[name].dtype)
+        assert tensor.is_meta == (name not in wanted)
+        assert tensor.is_meta or torch.equal(tensor, everything[name])
+
+
 @formats
 def test_kept_tensors_keep_their_values(
     tmp_path: Path, file: str, save: Callable[[Weights, Path], None]

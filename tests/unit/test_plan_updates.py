@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_inflight.messages import AskedDigests, DiskSource
+from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans import audit, remembered
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import kinds_of, record
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
+from sglang_inflight.scheduler.update.rate import UNPACED
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
+from sglang_inflight.scheduler.update.sources.safetensors_file import Place
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
 from tests.unit.test_load_plans import NAMES, SHAPE, Random, checkpoint
@@ -440,6 +448,7 @@ def test_recalled_plan_is_the_one_remembered(
     monkeypatch.setattr(remembered, "_AT_ONCE", 3)
     plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
     assert plan is not None
+    plan.numbers = {"experts.use_padded_loading": True, "experts.count": 3, "scale": 0.5}
     remember("one", plan)
     found = recall("one")
     assert found is not None
@@ -508,3 +517,126 @@ def test_recalled_moves_that_reach_beyond_a_weight_are_not_made() -> None:
     smaller.gate_up = _parameter(7, 6)
     plan.fit(dict(smaller.named_parameters()))
     assert plan.by_loader.keys() == {"gate", "up", "decay"}
+
+
+# ---- checkpoints on disk ---------------------------------------------------------------
+
+
+class FirstStage(Three):
+    """Takes no tensor of the second stage."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if not name.startswith("second."):
+            super().load(name, tensor)
+
+
+class OnDisk:
+    """The first stage of a model, updated from folders. ``read`` has the names that it read."""
+
+    def __init__(
+        self,
+        mode: StagingMode,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        ties: Tensors | None = None,
+    ) -> None:
+        self.model, self.folder = FirstStage(), folder
+        self.read = set[str]()
+        self.model.load_weights(both_stages(0).items())
+        shapes = {name: t.shape for name, t in {**both_stages(0), **(ties or {})}.items()}
+        ties_head = ties is not None
+        self.rank = Rank(mode, self.model, checkpoint_shapes=shapes, ties_head=ties_head)
+        monkeypatch.setattr(jobs, "read_disk", self._read)
+
+    def update(self, tensors: Tensors, digests: AskedDigests | None = None) -> None:
+        save_file(tensors, self.folder / "model.safetensors")
+        update = self.rank.begin()
+        self.rank.prepare(update)
+        source = DiskSource(model_path=str(self.folder))
+        self.rank._jobs.fill(update, source, None, digests)
+        assert (update.tensors, update.names["target"]) == (len(tensors), set(tensors))
+        self.rank.seal(update)
+        self.rank.commit(update)
+
+    def _read(self, source: DiskSource, runner: Any, *, wants: Any, **how: Any) -> Iterator[Any]:
+        def noting(place: Place) -> bool:
+            if is_wanted := wants is None or wants(place):
+                self.read.add(place.name)
+            return is_wanted
+
+        path = f"{source.model_path}/model.safetensors"
+        with AbandonableThread(lambda: None) as thread:
+            yield from read_safetensors([path], thread, UNPACED, wants=noting)
+
+
+def both_stages(seed: int) -> Tensors:
+    return checkpoint(seed) | {f"second.{n}": t for n, t in checkpoint(seed + 100).items()}
+
+
+@STAGED
+def test_tensors_of_another_rank_are_not_read_from_disk(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served = OnDisk(mode, monkeypatch, tmp_path)
+    for seed in (1, 2):
+        sent = both_stages(seed)
+        # the second stage's own matter
+        sent["second.b"].fill_(torch.nan)
+        served.read.clear()
+        served.update(sent)
+        assert served.read == set(NAMES)
+        for name in NAMES:
+            assert torch.equal(getattr(served.model, name), sent[name])
+
+
+@STAGED
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"second.b": torch.zeros(SHAPE[::-1], dtype=DTYPE)}, r"second\.b' has shape"),
+        ({"stranger": torch.zeros(SHAPE, dtype=DTYPE)}, r"stranger"),
+        ({"b": torch.full(SHAPE, torch.inf, dtype=DTYPE)}, r"'b' holds NaN or infinity"),
+    ],
+)
+def test_wrong_tensor_of_any_rank_on_disk_is_refused(
+    mode: StagingMode,
+    changed: Tensors,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    served = OnDisk(mode, monkeypatch, tmp_path)
+    with pytest.raises(Refused, match=why):
+        served.update(both_stages(1) | changed)
+    assert torch.equal(served.model.a, checkpoint(0)["a"])
+
+
+@STAGED
+def test_checkpoint_on_disk_without_a_tensor_is_refused(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served = OnDisk(mode, monkeypatch, tmp_path)
+    sent = both_stages(1)
+    del sent["b"]
+    with pytest.raises(Refused, match="not sent: b"):
+        served.update(sent)
+
+
+@STAGED
+def test_digest_of_a_checkpoint_on_disk_is_of_every_byte(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served = OnDisk(mode, monkeypatch, tmp_path)
+    served.update(both_stages(1), AskedDigests())
+    assert served.read == both_stages(1).keys()
+
+
+@STAGED
+def test_tied_head_on_disk_is_compared_where_no_weight_needs_it(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tied = {"second.lm_head.weight": torch.ones(SHAPE), "second.embed_tokens.weight": torch.ones(3)}
+    served = OnDisk(mode, monkeypatch, tmp_path, ties=tied)
+    with pytest.raises(Refused, match="differs from the embeddings"):
+        served.update(both_stages(1) | tied)
+    assert {*tied} <= served.read

@@ -520,6 +520,8 @@ class Jobs:
                     refuse_another=partial(model.refuse_another, warn=update.warn),
                     check=update.check,
                     rate_limit=self._rate_limit,
+                    # a digest is of every byte
+                    wants=None if arrivals.is_asked else model.reads,
                 )
                 yield model, arrivals.watch(weights)
                 arrivals.end_reading()

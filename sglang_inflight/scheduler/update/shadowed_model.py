@@ -44,7 +44,11 @@ from sglang_inflight.scheduler.update.checks.stageable import (
     why_not_shadowed,
     why_stale,
 )
-from sglang_inflight.scheduler.update.checks.tensors import TensorChecks, TiedHead
+from sglang_inflight.scheduler.update.checks.tensors import (
+    TensorChecks,
+    TiedHead,
+    may_be_tied,
+)
 from sglang_inflight.scheduler.update.finished.finished_model import (
     FinishedModel,
     live_numbers,
@@ -81,6 +85,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
 )
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
+from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
 from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.sglang_types import get_parallel
@@ -269,8 +274,9 @@ class ShadowedModel:
             name = self._name_recipe(pristine or model, layout)
 
             def read_served(needed: Container[str]) -> Weights:
-                wants = needed.__contains__
-                return self._read_start_checkpoint(require_wanted, pace, wants)
+                return self._read_start_checkpoint(
+                    require_wanted, pace, lambda place: place.name in needed
+                )
 
             if pristine is None:
                 weights, restrict = dict(weights_of(model)), _do_nothing_with
@@ -391,7 +397,7 @@ class ShadowedModel:
         self,
         check: Callable[[], None],
         rate_limit: RateLimit,
-        wants: Callable[[str], bool] | None = None,
+        wants: Callable[[StoredPlace], bool] | None = None,
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         yield from read_disk(
             DiskSource(model_path=self.runner.model_config.model_path),
@@ -401,6 +407,12 @@ class ShadowedModel:
             rate_limit=rate_limit,
             wants=wants,
         )
+
+    def reads(self, stored: StoredPlace) -> bool:
+        """Return whether the open update reads a tensor from a checkpoint on disk."""
+        if self._replay is None or (self._ties_head and may_be_tied(stored.name)):
+            return True
+        return self._replay.needs(stored.name, stored.shape, stored.dtype)
 
     def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
         """Raise ``Refused`` if ``folder`` is another model's checkpoint (``check_configuration``).

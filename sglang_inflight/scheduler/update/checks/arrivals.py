@@ -34,7 +34,7 @@ class Arrivals:
         rate_limit: RateLimit,
     ) -> None:
         """``asked`` is None if no digest is wanted. ``check`` raises when it is time to give up."""
-        self._is_asked = asked is not None
+        self.is_asked = asked is not None
         self._expected: dict[str, str] | None = None
         if asked is not None and asked.expected is not None:
             self._expected = msgspec.json.decode(asked.expected, type=dict[str, str])
@@ -54,7 +54,7 @@ class Arrivals:
         with closing(weights):
             for name, tensor in weights:
                 # others are refused by the loader's checks
-                if self._is_asked and isinstance(name, str) and isinstance(tensor, torch.Tensor):
+                if self.is_asked and isinstance(name, str) and isinstance(tensor, torch.Tensor):
                     self._receive(name, tensor)
                 yield name, tensor
 
@@ -71,7 +71,7 @@ class Arrivals:
         ]
         if said := [f"{_list(names)} {what}" for names, what in wrong if names]:
             raise Altered(f"expected_digests: {'; '.join(said)}")
-        if self._is_asked and self.digests is None:
+        if self.is_asked and self.digests is None:
             self.digests = self._came
         self._came = []
         self._names.clear()

@@ -319,6 +319,11 @@ def is_head(name: str) -> bool:
     return name.endswith(_HEADS)
 
 
+def may_be_tied(name: str) -> bool:
+    """Return whether ``TiedHead`` compares the tensor ``name`` with another one."""
+    return name.endswith(_HEADS + _EMBEDDINGS)
+
+
 def _digest_of(tensor: torch.Tensor) -> str:
     digest = Digest()
     for _ in digest.read("", tensor):

@@ -97,9 +97,12 @@ class Plan:
 
     def unit_of(self, name: str) -> set[str]:
         """Return the names of the tensors that the loader takes only together with ``name``."""
-        unit = self.together.get(name, name)
-        others = {other for other, its in self.together.items() if its == unit}
-        return others | {name}
+        if name not in self.together:
+            return {name}
+        unit = self.together[name]
+        if unit is None:
+            return {*self.kinds}
+        return {name} | {other for other, its in self.together.items() if its == unit}
 
     def ways(self, *, finishes: bool) -> Ways:
         """Count the tensors by the way that they take. ``finishes``: SGLang finishes the model."""

@@ -107,14 +107,20 @@ class Replay:
         """Return whether the weight ``place`` is written by moves alone in this update."""
         return place in self._weights and place not in self._loaders
 
+    def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return False if ``take`` uses nothing of such a tensor, as of one of another rank."""
+        moves = self._plan.moves.get(name)
+        return moves != () or name in self._came or not self._is_as_planned(name, shape, dtype)
+
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Move a tensor, at the latest in ``flush``. Return False if it goes by the loader.
 
-        The tensor stays readable until then. A tensor for a weight that the loader has used goes
-        by the loader. The last tensor of a name counts.
+        The tensor stays readable until then. It may have no memory where ``needs`` is False. A
+        tensor for a weight that the loader has used goes by the loader. The last tensor of a name
+        counts.
         """
         moves = self._plan.moves.get(name)
-        if moves is None or not self._is_as_planned(name, tensor):
+        if moves is None or not self._is_as_planned(name, tensor.shape, tensor.dtype):
             return False
         if self._loaders and any(each.place in self._loaders for each in moves):
             return False
@@ -132,7 +138,7 @@ class Replay:
             self._elements += size
             if len(waiting) == _MOST_TENSORS:
                 self.flush()
-        elif size:
+        elif size and not tensor.is_meta:
             self._check([(name, tensor.reshape(-1))])
         return True
 
@@ -163,11 +169,11 @@ class Replay:
                 self._rate_limit.spend(5 * at.nbytes)
         return True
 
-    def _is_as_planned(self, name: str, tensor: torch.Tensor) -> bool:
-        shape, dtype = self._plan.kinds[name]
-        if tensor.shape != shape:
+    def _is_as_planned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        planned = self._plan.kinds[name]
+        if shape != planned.shape:
             return False
-        return tensor.dtype == dtype or (tensor.dtype in FLOATS and dtype in FLOATS)
+        return dtype == planned.dtype or (dtype in FLOATS and planned.dtype in FLOATS)
 
     def flush(self) -> None:
         """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name."""

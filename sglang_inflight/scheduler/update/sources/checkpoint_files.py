@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers, RegularFile, Stream
@@ -51,15 +51,21 @@ def read_safetensors(
     rate_limit: RateLimit,
     *,
     forgets_pages: bool = False,
-    wants: Callable[[str], bool] = lambda name: True,
+    wants: Callable[[Place], bool] = lambda place: True,
 ) -> Weights:
-    """Yield the tensors of each file that ``wants`` names, in the file's order.
+    """Yield the tensors of each file, in the file's order.
 
-    The next batch is read while the caller works on the current one. ``forgets_pages`` asks the
+    First come those that ``wants`` leaves out, each without memory, as its header describes it. The
+    next batch is read while the caller works on the current one. ``forgets_pages`` asks the
     kernel to drop a read file from memory.
     """
     with _opened_safetensors(paths, thread) as files:
+        # before the first tensor is used, on which the answers may hang
         batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES, wants)]
+        wanted = {place.name for _, batch in batches for place in batch}
+        for place in paced(place for file in files for place in file.places):
+            if place.name not in wanted:
+                yield place.name, place.without_memory()
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
         # a limit for the reading thread, which sleeps by itself
         rate_limit = rate_limit.for_another_thread()

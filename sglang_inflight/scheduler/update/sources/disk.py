@@ -38,6 +38,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import read_whole
+from sglang_inflight.scheduler.update.sources.safetensors_file import Place
 from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
@@ -73,11 +74,11 @@ def read_disk(
     refuse_another: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
-    wants: Callable[[str], bool] | None = None,
+    wants: Callable[[Place], bool] | None = None,
 ) -> Weights:
     """Yield a checkpoint's tensors, on the host, file by file.
 
-    ``wants`` says of a name whether its tensor need be read. Other tensors may be left out.
+    ``wants`` says whether a tensor need be read. Others may come without memory.
 
     ``refuse_another`` gets the folder before its files are chosen, and raises ``Refused`` for
     another model's (``check_configuration``). ``check`` raises when it is time to give up.

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from sglang_inflight.scheduler.update.rate import paced
 from sglang_inflight.scheduler.update.sources.batches import Packed
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 from sglang_inflight.vocabulary.errors import Refused, shorten
@@ -79,6 +80,14 @@ class Place:
         """
         return content.view_or_copy(self.start - start, self.end - start, self.dtype, self.shape)
 
+    def without_memory(self) -> torch.Tensor:
+        """Return a tensor of the meta device in its place."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def _any(place: Place) -> bool:
+    return True
+
 
 def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes before the first tensor, for a file of ``tensors`` in this order.
@@ -98,10 +107,6 @@ def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[st
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 
-def _any(name: str) -> bool:
-    return True
-
-
 class SafetensorsFile(RegularFile):
     """An open file with a read and consistent header."""
 
@@ -115,14 +120,14 @@ class SafetensorsFile(RegularFile):
             self.close()
             raise
 
-    def batches(self, most: int, wants: Callable[[str], bool] = _any) -> Iterator[list[Place]]:
+    def batches(self, most: int, wants: Callable[[Place], bool] = _any) -> Iterator[list[Place]]:
         """Yield neighbours with up to ``most`` bytes together, and each larger tensor alone.
 
-        ``wants`` says of a name whether its tensor is read.
+        ``wants`` says whether a tensor is read.
         """
         batch: list[Place] = []
-        for place in self.places:
-            if not wants(place.name):
+        for place in paced(self.places):
+            if not wants(place):
                 continue
             is_next = bool(batch) and batch[-1].end == place.start
             if batch and (not is_next or place.end - batch[0].start > most):
