@@ -215,8 +215,8 @@ def test_changes_of_a_trainer_are_served_exactly(
     assert sent.receipt is not None
     digests = [rank.digest for rank in sent.receipt.ranks]
     expect_all_go_on(running)
-    # values and scales belong together, and a version changes one of the two alone
-    comes_whole = kind.name in ("toy", "toy-experts", "int8")
+    # not finished: its loader computes with the norm that changes
+    comes_whole = kind.model is gemma
     assert ("changes were refused" in caplog.text) == comes_whole
     assert (sent.receipt.tensors == len(kind.model.tensors(0))) == comes_whole
     whole = body_of(kind, kind.model.tensors(3), partial=False, **LIVE)
