@@ -60,63 +60,82 @@ def compare(family: Family, folder: Path) -> Result:
     folders = [folder / name for name in tiny.FOLDERS]
     with torch.no_grad():
         try:
-            model, config = _load(folders[0], family)
-            others = [_load(other, family)[0] for other in folders[1:]]
+            model, config = load(folders[0], family)
+            others = [load(other, family)[0] for other in folders[1:]]
         except Exception as error:
             return Result(NOT_BUILT, f"SGLang does not load it on a CPU: {named_error(error)}")
-        expected = [_tensors_of(model), *map(_tensors_of, others)]
-        if any(not _different(expected[0], other) for other in expected[1:]):
+        expected = [tensors_of(model), *map(tensors_of, others)]
+        if any(not differences(expected[0], other) for other in expected[1:]):
             return Result(NOT_BUILT, "SGLang loads nothing of its checkpoint")
         why_not, finishing = why_not_shadowed(model), None
         if why_not is not None:
             try:
-                finishing = _finishing(model, config, tiny.read(folders[0]))
+                finishing = find_finishing(model, config, tiny.read(folders[0]))
             except Unproven as unproven:
                 why_not = f"{why_not}; {unproven}"
                 if (never := why_not_loaded(model)) is not None:
                     return Result(REFUSED, never)
         is_staged = why_not is None or finishing is not None
-        if not is_staged:
-            counts, tried = None, [(StagingMode.OFF, None)]
-        else:
-            plan = _find_plan(model, finishing, tiny.read(folders[0]))
+        counts: Counts | None = None
+        tried: list[tuple[StagingMode, Plan | None]] = [(StagingMode.OFF, None)]
+        if is_staged:
+            plan = plan_of(model, finishing, tiny.read(folders[0]))
             counts = Counts.of(plan.ways(finishes=finishing is not None))
             modes = [StagingMode.DEVICE, StagingMode.CHANGES]
             tried = [*itertools.product(modes, (None, plan))]
+        refused: dict[bool, str] = {}
         for mode, by_plan in tried:
             rank = Rank(
                 mode,
                 model,
                 checkpoint_shapes={n: tensor.shape for n, tensor in tiny.read(folders[0]).items()},
-                ties_head=_ties_head(config),
+                ties_head=ties_head(config),
             )
             if finishing is not None:
                 rank.shadowed._pristine, rank.shadowed._recipe = finishing
             rank.shadowed._plan = by_plan
             how = mode.name.lower() + ("" if by_plan is None else ", by the plan")
-            for version in _ORDER:
-                try:
-                    rank.update(tiny.read(folders[version]))
-                except Differs as difference:
-                    return Result(WRONG, f"{how}: {difference}")
-                except Refused as refusal:
-                    return Result(REFUSED, str(refusal), counts)
-                if different := _different(_tensors_of(model), expected[version]):
-                    return Result(WRONG, f"{how}: other tensors: {different}")
-            if mode is StagingMode.OFF:
-                continue
-            for version in range(tiny.VERSIONS, len(folders)):
-                is_taken = _update_sparse(rank, *map(tiny.read, (folders[0], folders[version])))
-                wanted = expected[version if is_taken else 0]
-                if different := _different(_tensors_of(model), wanted):
-                    return Result(WRONG, f"{how}, sparse: other tensors: {different}")
-                rank.update(tiny.read(folders[0]))
-        return Result(STAGED, "", counts) if is_staged else Result(IN_PLACE, why_not or "")
+            try:
+                _update_each(rank, folders, expected, sparse=mode is not StagingMode.OFF)
+            except Differs as difference:
+                return Result(WRONG, f"{how}: {difference}")
+            except Refused as refusal:
+                refused[by_plan is not None] = str(refusal)
+                if different := differences(tensors_of(model), expected[0]):
+                    return Result(WRONG, f"{how}, refused: other tensors: {different}")
+            except _Wrong as wrong:
+                return Result(WRONG, f"{how}{wrong}")
+        if not is_staged:
+            return Result(REFUSED, refused[False]) if refused else Result(IN_PLACE, why_not or "")
+        if True in refused:
+            return Result(REFUSED, refused[True], counts)
+        alone = f"by its loader alone, refused: {refused[False]}" if refused else ""
+        return Result(STAGED, alone, counts)
 
 
-def _find_plan(
-    model: nn.Module, finishing: tuple[nn.Module, Recipe] | None, start: Tensors
-) -> Plan:
+class _Wrong(Exception):
+    """Tensors differ after an update."""
+
+
+def _update_each(rank: Rank, folders: list[Path], expected: list[Tensors], *, sparse: bool) -> None:
+    """Update to each checkpoint and back. Raise ``_Wrong`` with tensors that differ."""
+    for version in _ORDER:
+        rank.update(tiny.read(folders[version]))
+        _expect(rank, expected[version], "")
+    if not sparse:
+        return
+    for version in range(tiny.VERSIONS, len(folders)):
+        is_taken = _update_sparse(rank, *map(tiny.read, (folders[0], folders[version])))
+        _expect(rank, expected[version if is_taken else 0], ", sparse")
+        rank.update(tiny.read(folders[0]))
+
+
+def _expect(rank: Rank, expected: Tensors, how: str) -> None:
+    if different := differences(tensors_of(rank.model), expected):
+        raise _Wrong(f"{how}: other tensors: {different}")
+
+
+def plan_of(model: nn.Module, finishing: tuple[nn.Module, Recipe] | None, start: Tensors) -> Plan:
     """Return the plan that a server of ``model`` would find, proven by the checkpoint ``start``."""
     restrict: Callable[[Plan], None]
     if finishing is None:
@@ -161,7 +180,9 @@ def _update_sparse(rank: Rank, before: Tensors, after: Tensors) -> bool:
     return True
 
 
-def _finishing(model: nn.Module, config: ModelConfig, start: Tensors) -> tuple[nn.Module, Recipe]:
+def find_finishing(
+    model: nn.Module, config: ModelConfig, start: Tensors
+) -> tuple[nn.Module, Recipe]:
     """Return the model before loading, and its recipe. Raise ``Unproven`` if it has none."""
     runner: Any = SimpleNamespace(model=model, model_config=config, load_config=LoadConfig())
     torch.manual_seed(0)
@@ -173,7 +194,7 @@ def _finishing(model: nn.Module, config: ModelConfig, start: Tensors) -> tuple[n
     )
 
 
-def _load(folder: Path, family: Family) -> tuple[nn.Module, ModelConfig]:
+def load(folder: Path, family: Family) -> tuple[nn.Module, ModelConfig]:
     config = named.config_of(folder, family)
     # weights that no checkpoint brings have to be alike
     torch.manual_seed(0)
@@ -185,12 +206,12 @@ def _load(folder: Path, family: Family) -> tuple[nn.Module, ModelConfig]:
     return model, config
 
 
-def _ties_head(config: ModelConfig) -> bool:
+def ties_head(config: ModelConfig) -> bool:
     parts: tuple[Any, ...] = (config.hf_config, config.hf_text_config)
     return any(getattr(part, "tie_word_embeddings", False) for part in parts)
 
 
-def _tensors_of(model: nn.Module) -> Tensors:
+def tensors_of(model: nn.Module) -> Tensors:
     """Return copies of all tensors that a forward may read."""
     found: Tensors = {}
     for name, module in model.named_modules():
@@ -201,7 +222,7 @@ def _tensors_of(model: nn.Module) -> Tensors:
     return found
 
 
-def _different(ours: Tensors, theirs: Tensors) -> str:
+def differences(ours: Tensors, theirs: Tensors) -> str:
     names = [name for name in theirs if name not in ours or not _equal(ours[name], theirs[name])]
     return ", ".join(names[:4])
 

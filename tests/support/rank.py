@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_inflight.messages import TensorSource, Voted
+from sglang_inflight.messages import Source, TensorSource, Voted
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
@@ -164,8 +164,14 @@ class Rank:
             pair for pair in sent.items()
         )
         self._jobs.fill(update, source, None)
+        del self._jobs._read_once
         for tensor in sent.values():
             tensor.fill_(-1)
+
+    def fill_from(self, update: Update, source: Source, groups: Any = None) -> None:
+        """Read ``source`` as a server does. ``groups``: those of the trainers that broadcast."""
+        self._jobs._groups = groups
+        self._jobs.fill(update, source, None)
 
     def seal(self, update: Update) -> None:
         self.voted = self._jobs.seal(update, self.digest)
