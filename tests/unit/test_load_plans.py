@@ -219,10 +219,57 @@ class PicksByATensor(Model):
         super().load(name, tensor[order])
 
 
+class ReadsAnotherDtype(Model):
+    """Takes bits of bfloat16 for those of float16. Zeros are the same in both."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor.view(torch.float16) if name == "b" else tensor)
+
+
+class WritesBytes(Model):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            self.b.data.view(torch.uint8)[:3, :4].copy_(tensor.view(torch.uint8)[:3, :4])
+        else:
+            super().load(name, tensor)
+
+
+class FillsBytes(Model):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor)
+        if name == "b":
+            self.b.data.view(torch.uint8)[:, 0] = 0
+
+
+class MovesBytes(Model):
+    """Swaps the two bytes of each element by a buffer in between."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            buffer = torch.empty_like(tensor).view(torch.uint8)
+            buffer.copy_(tensor.view(torch.uint8))
+            tensor = torch.stack([buffer[:, 1::2], buffer[:, ::2]], dim=2).view(DTYPE).squeeze(2)
+        super().load(name, tensor)
+
+
+class ViewsItsBuffer(Model):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            buffer = torch.empty_like(tensor)
+            buffer.copy_(tensor)
+            tensor = buffer.view(torch.float16)
+        super().load(name, tensor)
+
+
 @pytest.mark.parametrize(
     "of",
     [
         Negates,
+        ReadsAnotherDtype,
+        WritesBytes,
+        FillsBytes,
+        MovesBytes,
+        ViewsItsBuffer,
         WritesIntoWhatItGets,
         AddsToAWeight,
         DecidesByAValue,
@@ -235,6 +282,17 @@ def test_tensor_that_is_more_than_moved_is_unplanned(of: type[Model]) -> None:
     found = assert_planned_or_named(of(), checkpoint(0), checkpoint(1))
     assert found.unplanned.keys() == {"b"}
     assert found.moves.keys() == {"a", "c"}
+
+
+class ViewsAndReturns(Model):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        weight = getattr(self, name).data
+        weight.view(torch.uint8).view(DTYPE).copy_(tensor.view(torch.uint8).view(DTYPE))
+
+
+def test_view_of_another_dtype_that_is_viewed_back_moves() -> None:
+    found = assert_planned_or_named(ViewsAndReturns(), checkpoint(0), checkpoint(1))
+    assert found.moves.keys() == set(NAMES)
 
 
 def test_weight_that_the_loader_replaces_is_named() -> None:

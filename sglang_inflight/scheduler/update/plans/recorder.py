@@ -66,6 +66,7 @@ _MOVES_DATA: dict[Any, tuple[int, ...]] = {
 }
 # Python's frames between an operation and the method that it is dispatched to, and one
 _FRAMES_OF_DISPATCH = 4
+_REINTERPRETED = "the loader views it as another dtype"
 # most elements of a tensor in between that are followed, 8 bytes each
 _MOST_FOLLOWED = 1 << 27
 
@@ -177,6 +178,8 @@ class Recorder(TorchDispatchMode):
         # position in ``_names``, and dtypes on the way
         self._received: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         self._between: dict[int, _Content] = {}
+        # dtypes of memory; that of a target once a view has another one
+        self._dtypes: dict[int, torch.dtype] = {}
         self._names: list[str] = []
         # the tensor that the loader has got last; None after it has got all
         self._asked: str | None = None
@@ -213,12 +216,17 @@ class Recorder(TorchDispatchMode):
     def _keep(self, tensor: torch.Tensor) -> int:
         key = memory_key(tensor)
         self._storages[key] = tensor.untyped_storage()
+        self._dtypes[key] = tensor.dtype
         return key
+
+    def _is_reinterpreted(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` views a memory as another dtype, in which no move is."""
+        return self._dtypes.get(memory_key(tensor), tensor.dtype) != tensor.dtype
 
     def _forget_unused(self) -> None:
         for key in [*self._between]:
             if torch._C._storage_Use_Count(key) <= _OURS_ALONE:
-                del self._between[key], self._storages[key]
+                del self._between[key], self._storages[key], self._dtypes[key]
 
     # ---- operations ----------------------------------------------------------------------
 
@@ -229,6 +237,9 @@ class Recorder(TorchDispatchMode):
         if func.namespace in COMMUNICATION:
             raise RuntimeError(f"it communicates between ranks ({func})")
         if func.is_view:
+            viewed: torch.Tensor = args[0]
+            if (key := memory_key(viewed)) in self._targets:
+                self._dtypes.setdefault(key, viewed.dtype)
             return func(*args, **kwargs)
         if self._number is not None and func is not _FILL:
             self._leave_out({self._number[1]}, "its value is read")
@@ -261,7 +272,9 @@ class Recorder(TorchDispatchMode):
         number. Other readers get torch's error: they may compute with it, or decide by it.
         """
         found = self._received.get(memory_key(tensor))
-        if found is None or found[1] or not _is_called_by(default_weight_loader.__code__):
+        if found is None or found[1] or self._is_reinterpreted(tensor):
+            return None
+        if not _is_called_by(default_weight_loader.__code__):
             return None
         self._number = int(tensor.storage_offset()), self._names[found[0]]
         return 0.0
@@ -273,7 +286,10 @@ class Recorder(TorchDispatchMode):
             self._copy_between(to, of)
         elif target.kind is not Kind.FOREIGN and to.numel():
             found = self._received.get(memory_key(of))
-            if found is not None:
+            if self._is_reinterpreted(to):
+                self._spoil(target, self._names_behind([of]), _REINTERPRETED)
+                return
+            if found is not None and not self._is_reinterpreted(of):
                 number, through = found
                 planned = self._planned(target, move(Box.of(of), Box.of(to)), through)
                 writes: list[tuple[str | None, Planned]] = [(self._names[number], planned)]
@@ -332,6 +348,8 @@ class Recorder(TorchDispatchMode):
             self._leave_out({number[1]}, "its value is read")
         elif target is None:
             self._copy_between(to, torch.empty((), dtype=to.dtype).expand(to.shape))
+        elif self._is_reinterpreted(to):
+            self._spoil(target, () if number is None else (number[1],), _REINTERPRETED)
         elif target.kind is not Kind.FOREIGN and to.numel():
             offset, name = (0, None) if number is None else number
             box = Box(offset, tuple(to.shape), (0,) * to.dim())
@@ -377,7 +395,7 @@ class Recorder(TorchDispatchMode):
     def _is_like_received(self, tensor: torch.Tensor, result: torch.Tensor) -> bool:
         """Return whether ``result`` has the elements of all of a received tensor, in its order."""
         key = memory_key(tensor)
-        if key not in self._received:
+        if key not in self._received or self._is_reinterpreted(tensor):
             return False
         is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         return is_whole and tensor.is_contiguous() and result.is_contiguous()
@@ -396,6 +414,8 @@ class Recorder(TorchDispatchMode):
 
     def _content(self, view: torch.Tensor) -> _Content:
         """Return the content of ``view``: ``found`` has its shape."""
+        if self._is_reinterpreted(view):
+            return self._reinterpreted(view)
         if (found := self._received.get(memory_key(view))) is not None:
             number, through = found
             names = frozenset({self._names[number]})
@@ -409,6 +429,8 @@ class Recorder(TorchDispatchMode):
 
     def _memory(self, tensor: torch.Tensor) -> _Content:
         """Return the content of the memory of ``tensor``: ``found`` is flat."""
+        if self._is_reinterpreted(tensor):
+            return self._reinterpreted(tensor)
         key = memory_key(tensor)
         if (content := self._between.get(key)) is not None:
             return content
@@ -433,6 +455,10 @@ class Recorder(TorchDispatchMode):
             else:
                 to.copy_(addresses(numbers[name], planned.move.source))
         return _Content(flat, (*next(iter(through)), tensor.dtype), names)
+
+    def _reinterpreted(self, tensor: torch.Tensor) -> _Content:
+        names = frozenset(self._names_behind([tensor]))
+        return _Content(None, names=names, why=_REINTERPRETED)
 
     def _put(self, tensor: torch.Tensor, content: _Content) -> None:
         self._between[self._keep(tensor)] = content

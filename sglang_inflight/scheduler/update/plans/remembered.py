@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.update.rate import yield_gil
 logger = logging.getLogger(__name__)
 
 # counted up when a file says something else, or a plan is found by other rules
-_FORMAT = 2
+_FORMAT = 3
 # tensors decoded in one go: a call holds the interpreter
 _AT_ONCE = 512
 
