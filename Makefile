@@ -14,7 +14,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-extension test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-extension test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -34,6 +34,10 @@ test: $(READY)
 test-extension: $(READY)
 	test -n "$(NAME)"
 	$(BIN)/python -m pytest $(TESTS) tests/extensions/$(NAME)
+
+# Tests that take minutes: a model with Kimi K2's number of tensors, updated from each source.
+test-slow: $(READY)
+	$(BIN)/python -m pytest --tb short -m slow
 
 # Servers and updates on a device that keeps CUDA's rules on CPU threads (docs/glass.md).
 test-glass: $(READY)

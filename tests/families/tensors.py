@@ -149,7 +149,7 @@ def plan_of(model: nn.Module, finishing: tuple[nn.Module, Recipe] | None, start:
         weights,
         {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in start.items()},
         None,
-        _do_nothing,
+        lambda: True,
         lambda needed: ((name, tensor) for name, tensor in start.items() if name in needed),
         _do_nothing,
         UNPACED,

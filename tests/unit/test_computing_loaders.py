@@ -308,7 +308,7 @@ def test_sparse_tensor_that_the_loader_computes_with_is_refused_by_name(
         rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
         assert_same(model, tensors_of(fresh(of, checkpoint(7))))
         return
-    with pytest.raises(Refused, match=r"'(embed|norm)' goes by .* loader.*: send whole tensors"):
+    with pytest.raises(Refused, match="send whole tensors embed, norm"):
         rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
     assert_same(model, before)
     # a client sends the whole version then
@@ -324,7 +324,7 @@ def test_sparse_tensor_that_the_loader_moves_equals_a_fresh_load(
     model = fresh(of, checkpoint())
     rank = rank_of(mode, model)
     if not rank.has_plan:
-        with pytest.raises(Refused, match=r"'embed' goes by .* \(it has no load plan\)"):
+        with pytest.raises(Refused, match="send whole tensors embed, norm"):
             rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
         return
     rank.update(sparse(checkpoint(7), 7), partial=True, load_format="sparse")
@@ -342,7 +342,7 @@ def test_refusal_names_the_sparse_tensor_alone() -> None:
     if not rank.has_plan:
         pytest.skip("without a plan no tensor can be sent in parts")
     sent: dict[str, Any] = sparse(checkpoint(7), 7)
-    with pytest.raises(Refused, match=r"'norm' goes by the target model's loader"):
+    with pytest.raises(Refused, match="send whole tensors norm$"):
         rank.update(sent, partial=True, load_format="sparse")
     del sent["norm.indices"], sent["norm.values"]
     rank.update(sent, partial=True, load_format="sparse")

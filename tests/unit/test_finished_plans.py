@@ -356,22 +356,25 @@ def test_elements_are_refused_of_a_finished_model_without_a_plan(
 @MODES
 @pytest.mark.parametrize("parts_first", [False, True])
 def test_part_and_whole_of_a_tensor_in_one_update(mode: StagingMode, parts_first: bool) -> None:
-    """The whole one counts if it comes last. A part after it finds no loaded form to change."""
+    """The last one counts where it has elements."""
     served = Served(mode)
     rank, update = served.rank, served.rank.begin(partial=True)
     rank.prepare(update)
+    expected = some(2, "norm.weight")
     if parts_first:
         rank.fill(update, part(1, "norm.weight"), "sparse")
-        rank.fill(update, some(2, "norm.weight"))
-        rank.seal(update)
-        assert update.sealed is not None
-        update.sealed.swap.make()
-        assert served.serves(some(2, "norm.weight"))
-        return
-    rank.fill(update, some(2, "norm.weight"))
-    rank.fill(update, part(1, "norm.weight"), "sparse")
-    with pytest.raises(Refused, match=r"send whole tensors norm\.weight"):
-        rank.seal(update)
+        rank.fill(update, expected)
+    else:
+        rank.fill(update, expected)
+        rank.fill(update, part(1, "norm.weight"), "sparse")
+        expected = {name: tensor.clone() for name, tensor in expected.items()}
+        patch = part(1, "norm.weight")
+        at = patch["norm.weight.indices"]
+        expected["norm.weight"].view(-1)[at] = patch["norm.weight.values"]
+    rank.seal(update)
+    assert update.sealed is not None
+    update.sealed.swap.make()
+    assert served.serves(expected)
 
 
 # ---- tensors outside of the plan -------------------------------------------------------

@@ -475,9 +475,8 @@ def test_loader_that_takes_no_part_alone_gets_all_tensors() -> None:
     def read(needed: Container[str]) -> Weights:
         return tensors.items()
 
-    plan = find_plan(
-        model, dict(model.named_parameters()), kinds, None, nothing, read, nothing, UNPACED
-    )
+    weights = dict(model.named_parameters())
+    plan = find_plan(model, weights, kinds, None, lambda: True, read, nothing, UNPACED)
     assert not plan.moves
     assert plan.by_loader.keys() == set(NAMES)
     assert "not loaded: ['a', 'c']" in plan.by_loader["a"]

@@ -568,7 +568,7 @@ BAD_SPARSE = {
     "unknown": ({"other.indices": torch.tensor([2]), "other.values": torch.ones(1)}, "'other'"),
     "computed from": (
         {"norm.indices": torch.tensor([2]), "norm.values": torch.ones(1)},
-        "'norm' goes by the target model's loader",
+        "send whole tensors norm",
     ),
     "NaN": (
         {"plain.indices": torch.tensor([2]), "plain.values": torch.tensor([torch.nan])},

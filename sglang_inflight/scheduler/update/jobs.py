@@ -696,9 +696,9 @@ def _refuse_unpatched(update: Update) -> None:
     for role, names in update.unpatched.items():
         if names:
             raise Refused(
-                f"load_format 'sparse': tensors that the {role} model's loader computes with, that "
-                "SGLang finishes after loading, or that are in no load plan, are taken whole alone: "
-                f"send whole tensors {list_names(sorted(names))}"
+                f"load_format 'sparse': what the {role} model's loader computes with, what SGLang "
+                "finishes after loading, and what is in no load plan is taken whole alone: send "
+                f"whole tensors {list_names(sorted(names))}"
             )
 
 

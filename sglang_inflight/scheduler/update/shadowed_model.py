@@ -5,7 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +107,6 @@ from sglang_inflight.vocabulary.errors import (
     Unproven,
     describe,
     list_names,
-    shorten,
 )
 
 if TYPE_CHECKING:
@@ -797,7 +805,7 @@ class ShadowedModel:
     def _take_sparse(
         self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
     ) -> None:
-        """Move the planned ones of ``found``. Note the names of others, which have to come whole."""
+        """Move the planned ones of ``found``, and note the others: they have to come whole."""
         for sparse in found:
             if replay is not None and replay.take_sparse(sparse):
                 self._quantizer.note_patched(sparse.name)
@@ -806,7 +814,7 @@ class ShadowedModel:
                 checks.unpatched |= self._together(sparse.name)
 
     def _together(self, name: str) -> Set[str]:
-        """Return the names of the tensors that are loaded only together with the tensor ``name``."""
+        """Return the names of the tensors that are loaded only together with one of that name."""
         if self._recipe is not None:
             return self._recipe.together.get(name, {name})
         return self._plan.unit_of(name) if self._plan is not None else {name}
