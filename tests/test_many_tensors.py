@@ -57,8 +57,8 @@ class Served:
         if mode not in self._ranks:
             shapes = {name: tensor.shape for name, tensor in self.weights[0].items()}
             rank = Rank(mode, self.model, checkpoint_shapes=shapes)
-            rank.shadowed._pristine, rank.shadowed._recipe = self._finishing
-            rank.shadowed._plan = self.plan
+            rank.shadowed.findings.pristine, rank.shadowed.findings.recipe = self._finishing
+            rank.shadowed.findings.plan = self.plan
             rank.shadowed.runner.model_config = self._config
             self._ranks[mode] = rank
         return self._ranks[mode]

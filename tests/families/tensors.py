@@ -92,8 +92,8 @@ def compare(family: Family, folder: Path) -> Result:
                 ties_head=ties_head(config),
             )
             if finishing is not None:
-                rank.shadowed._pristine, rank.shadowed._recipe = finishing
-            rank.shadowed._plan = by_plan
+                rank.shadowed.findings.pristine, rank.shadowed.findings.recipe = finishing
+            rank.shadowed.findings.plan = by_plan
             how = mode.name.lower() + ("" if by_plan is None else ", by the plan")
             try:
                 _update_each(rank, folders, expected, sparse=mode is not StagingMode.OFF)

@@ -55,13 +55,15 @@ class Rank:
         """
         self.model = model
         self.shadowed = ShadowedModel("target", runner_of(model, ties_head, load_format))
-        self.shadowed._checkpoint_shapes = {
+        self.shadowed.findings._checkpoint_shapes = {
             name: tuple(shape) for name, shape in checkpoint_shapes.items()
         }
         if self.plans and mode is not StagingMode.OFF and checkpoint_shapes:
             dtype = next(model.parameters()).dtype
             kinds = {n: Kind(tuple(shape), dtype) for n, shape in checkpoint_shapes.items()}
-            self.shadowed._plan = Plan.of(record(model, kinds), kinds, dict(weights_of(model)))
+            self.shadowed.findings.plan = Plan.of(
+                record(model, kinds), kinds, dict(weights_of(model))
+            )
         self.writes = 0
         if mode is StagingMode.OFF:
             self.shadowed.on_write = self._count_write
@@ -88,15 +90,15 @@ class Rank:
 
     def finish_after_loading(self, pristine: nn.Module, recipe: Recipe) -> None:
         """Let updates finish the model as ``recipe`` says. ``pristine``: before any loading."""
-        self.shadowed._pristine, self.shadowed._recipe = pristine, recipe
-        if self.shadowed._plan is not None:
-            kinds, weights = self.shadowed._plan.kinds, plannable(self.model, recipe)
-            self.shadowed._plan = plan = Plan.of(record(pristine, kinds), kinds, weights)
+        self.shadowed.findings.pristine, self.shadowed.findings.recipe = pristine, recipe
+        if self.shadowed.findings.plan is not None:
+            kinds, weights = self.shadowed.findings.plan.kinds, plannable(self.model, recipe)
+            self.shadowed.findings.plan = plan = Plan.of(record(pristine, kinds), kinds, weights)
             leave_torn(plan, recipe, self.model, weights)
 
     @property
     def has_plan(self) -> bool:
-        return self.shadowed._plan is not None
+        return self.shadowed.findings.plan is not None
 
     def fill_hollow(self, call: Tensors) -> int:
         """Make a partial update of hollow weights. Return the number of elements still missing."""

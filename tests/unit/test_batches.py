@@ -130,7 +130,9 @@ def shadowed(role: str, model: nn.Module) -> ShadowedModel:
     )
     shadowed = ShadowedModel(role, runner)
     # the start's checkpoint is on this machine
-    shadowed._checkpoint_shapes = {name: tuple(tensor.shape) for name, tensor in sent().items()}
+    shadowed.findings._checkpoint_shapes = {
+        name: tuple(tensor.shape) for name, tensor in sent().items()
+    }
     return shadowed
 
 

@@ -342,7 +342,7 @@ def test_refusal_names_the_sparse_tensor_alone() -> None:
     if not rank.has_plan:
         pytest.skip("without a plan no tensor can be sent in parts")
     sent: dict[str, Any] = sparse(checkpoint(7), 7)
-    with pytest.raises(Refused, match="send whole tensors norm$"):
+    with pytest.raises(Refused, match=r"send whole tensors norm$"):
         rank.update(sent, partial=True, load_format="sparse")
     del sent["norm.indices"], sent["norm.values"]
     rank.update(sent, partial=True, load_format="sparse")

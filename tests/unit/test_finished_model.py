@@ -163,7 +163,7 @@ class Rank:
     @property
     def planned(self) -> set[str]:
         """Names of the weights that updates write by moves."""
-        plan = self._rank.shadowed._plan
+        plan = self._rank.shadowed.findings.plan
         return set() if plan is None else {*plan.writers}
 
     def begin(self, *, is_partial: bool = False) -> None:

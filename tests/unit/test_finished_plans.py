@@ -125,7 +125,7 @@ class Served:
 
     @property
     def planned(self) -> set[str]:
-        plan = self.rank.shadowed._plan
+        plan = self.rank.shadowed.findings.plan
         assert plan is not None
         return {*plan.writers}
 
@@ -737,11 +737,11 @@ class Searching(Served):
 
     def __init__(self, start: Tensors) -> None:
         super().__init__(StagingMode.CHANGES)
-        shadowed: Any = self.rank.shadowed
-        shadowed._plan = None
-        shadowed._kinds = KINDS
-        shadowed._name_recipe = lambda pristine, layout: "name"
-        shadowed._read_start_checkpoint = lambda check, rate_limit, wants: self._read(start)
+        findings: Any = self.rank.shadowed.findings
+        findings.plan = None
+        findings._kinds = KINDS
+        findings._name_recipe = lambda pristine, layout: "name"
+        findings._read_start_checkpoint = lambda check, rate_limit, wants: self._read(start)
         self.reads = 0
 
     def _read(self, start: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
@@ -749,7 +749,7 @@ class Searching(Served):
         return iter(start.items())
 
     def search(self) -> None:
-        self.rank.shadowed.find_plan(CPU, lambda: None, UNPACED, {})
+        self.rank.shadowed.findings.find_plan(CPU, lambda: None, UNPACED, {})
         asked.clear()
 
 

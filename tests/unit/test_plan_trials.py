@@ -268,10 +268,10 @@ class Searching:
             checkpoint_shapes=dict.fromkeys(NAMES, SHAPE),
             load_format=load_format,
         )
-        shadowed: Any = self.rank.shadowed
-        shadowed._kinds = KINDS
-        shadowed._name_recipe = lambda pristine, layout: "name"
-        shadowed._read_start_checkpoint = lambda check, rate_limit, wants: self._read(on_disk)
+        findings: Any = self.rank.shadowed.findings
+        findings._kinds = KINDS
+        findings._name_recipe = lambda pristine, layout: "name"
+        findings._read_start_checkpoint = lambda check, rate_limit, wants: self._read(on_disk)
         self.reads = 0
 
     def _read(self, on_disk: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
@@ -280,9 +280,9 @@ class Searching:
 
     @property
     def planned(self) -> int:
-        self.rank.shadowed.find_plan(CPU, nothing, UNPACED, {})
-        assert self.rank.shadowed.ways is not None
-        return self.rank.shadowed.ways.planned["tensors"]
+        self.rank.shadowed.findings.find_plan(CPU, nothing, UNPACED, {})
+        assert self.rank.shadowed.findings.ways is not None
+        return self.rank.shadowed.findings.ways.planned["tensors"]
 
 
 @pytest.fixture(autouse=True)

@@ -420,7 +420,7 @@ def test_loader_that_communicates_has_no_plan_for_what_it_communicates_about() -
     COMMUNICATES[:] = [True]
     rank = Rank(StagingMode.DEVICE, Communicates(), checkpoint_shapes=dict.fromkeys(NAMES, SHAPE))
     COMMUNICATES.clear()
-    plan = rank.shadowed._plan
+    plan = rank.shadowed.findings.plan
     assert plan is not None
     assert plan.moves.keys() == {"a", "c"}
     assert "communicates between ranks" in plan.by_loader["b"]
@@ -446,7 +446,7 @@ def test_recalled_plan_is_the_one_remembered(
 ) -> None:
     monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(remembered, "_AT_ONCE", 3)
-    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed.findings.plan
     assert plan is not None
     plan.numbers = {"experts.use_padded_loading": True, "experts.count": 3, "scale": 0.5}
     remember("one", plan)
@@ -501,7 +501,7 @@ def test_file_that_is_no_plan_is_found_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SGLANG_INFLIGHT_CACHE", str(tmp_path))
-    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed.findings.plan
     assert plan is not None
     remember("one", plan)
     (file,) = (tmp_path / "plans").iterdir()
@@ -511,7 +511,7 @@ def test_file_that_is_no_plan_is_found_anew(
 
 
 def test_recalled_moves_that_reach_beyond_a_weight_are_not_made() -> None:
-    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed._plan
+    plan = rank_of(StagingMode.DEVICE, fresh(tensors(0))).shadowed.findings.plan
     assert plan is not None
     smaller = Fused()
     smaller.gate_up = _parameter(7, 6)

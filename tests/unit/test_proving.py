@@ -15,7 +15,7 @@ from torch import nn
 
 from sglang_inflight.frontend.updates import two_phase
 from sglang_inflight.messages import DiskSource, Failed, OpenCall
-from sglang_inflight.scheduler.update import shadowed_model
+from sglang_inflight.scheduler.update import findings
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
@@ -91,23 +91,23 @@ class Search:
 def rank_with(search: Search, mode: StagingMode = StagingMode.DEVICE) -> Rank:
     rank = Rank(mode, Layer(double), checkpoint_shapes={"weight": (2, 2)})
     shadowed: Any = rank.shadowed
-    shadowed._pristine = Layer(double)
-    shadowed._find_recipe = search
+    shadowed.findings.pristine = Layer(double)
+    shadowed.findings._find_recipe = search
     return rank
 
 
 def prove(model: ShadowedModel, *, again: bool = False, check: Any = lambda: None) -> None:
-    model.prove(CPU, check, UNPACED, {}, again=again)
+    model.findings.prove(CPU, check, UNPACED, {}, again=again)
 
 
 def state_of(model: ShadowedModel) -> str:
-    assert model.proof is not None
-    return model.proof.state
+    assert model.findings.proof is not None
+    return model.findings.proof.state
 
 
 def why_of(model: ShadowedModel) -> str | None:
-    assert model.proof is not None
-    return model.proof.why
+    assert model.findings.proof is not None
+    return model.findings.proof.why
 
 
 def test_passing_reason_is_asked_for_again_and_no_sooner_than_told() -> None:
@@ -133,7 +133,7 @@ def test_difference_is_not_asked_for_again() -> None:
         with pytest.raises(Unproven, match="other values"):
             prove(model, again=True)
     assert search.begun == 1
-    assert not model.may_be_proven_later
+    assert not model.findings.may_be_proven_later
 
 
 def test_search_goes_on_past_the_update_that_began_it() -> None:
@@ -314,10 +314,10 @@ class PlanSearch:
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> tuple[PlanSearch, ShadowedModel]:
     search = PlanSearch()
-    monkeypatch.setattr(shadowed_model, "find_plan", search)
+    monkeypatch.setattr(findings, "find_plan", search)
     rank = Rank(StagingMode.DEVICE, Layer(double), checkpoint_shapes={"weight": (2, 2)})
-    rank.shadowed._kinds = {"weight": Kind((2, 2), torch.float32)}
-    monkeypatch.setattr(rank.shadowed, "_name_recipe", lambda model, layout: None)
+    rank.shadowed.findings._kinds = {"weight": Kind((2, 2), torch.float32)}
+    monkeypatch.setattr(rank.shadowed.findings, "_name_recipe", lambda model, layout: None)
     return search, rank.shadowed
 
 
@@ -326,7 +326,7 @@ def give_up() -> None:
 
 
 def find(model: ShadowedModel, check: Callable[[], None] = lambda: None) -> None:
-    model.find_plan(CPU, check, UNPACED, {})
+    model.findings.find_plan(CPU, check, UNPACED, {})
 
 
 def test_search_for_a_plan_goes_on_past_its_update(
@@ -348,7 +348,7 @@ def test_search_that_outlives_a_commit_finds_nothing(
     search, model = searched
     with pytest.raises(Dropped):
         find(model, give_up)
-    old = model._finding
+    old = model.findings._finding
     assert old is not None
     model.note_commit(rolls_back=rolls_back)
     search.may_end.set()

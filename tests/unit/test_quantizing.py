@@ -466,7 +466,7 @@ def test_sparse_floats_are_refused(tmp_path: Path, mode: StagingMode) -> None:
         f"{A}.indices": torch.tensor([3]),
         f"{A}.values": torch.tensor([1.0], dtype=torch.bfloat16),
     }
-    with pytest.raises(Refused, match="send whole tensors a.weight"):
+    with pytest.raises(Refused, match=r"send whole tensors a\.weight"):
         rank.update(sent, load_format="sparse")
 
 

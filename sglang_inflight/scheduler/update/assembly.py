@@ -96,7 +96,7 @@ def make_staging(
         fuse_scales(model.runner.model)
         model.forward_caches.end_start(model.runner, holds_graphs=model.holds_graphs)
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
-            model.prepare_to_finish()
+            model.findings.prepare_to_finish()
     device = device_of(models[0].runner.model)
     layout = find_layout(models, device, scheduler.server_args)
     if settings.proof == "start":
@@ -206,12 +206,12 @@ def _prove(
     """
     for model in models:
         try:
-            model.prove(device, lambda: None, UNPACED, layout)
+            model.findings.prove(device, lambda: None, UNPACED, layout)
         except Unproven as unproven:
-            if model.may_be_proven_later:
+            if model.findings.may_be_proven_later:
                 continue
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
         if can.stage is None:
-            model.read_checkpoint_shapes(lambda: None)
-            model.find_plan(device, lambda: None, UNPACED, layout)
+            model.read_checkpoint(lambda: None)
+            model.findings.find_plan(device, lambda: None, UNPACED, layout)
     return can

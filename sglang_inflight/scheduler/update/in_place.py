@@ -43,12 +43,13 @@ class InPlaceModel:
         owners: Sequence[nn.Module] = (),
         on_announce: Callable[[], None] = lambda: None,
         on_write: Callable[[], None] = lambda: None,
+        on_finish: Callable[[], None] = lambda: None,
     ) -> None:
         """``finishes``: SGLang changes the model after loading it. ``owners``: models that own
         the weights shared with ``model``.
 
         ``on_announce`` is called before the first write of an update, while the model is as served,
-        and ``on_write`` before each.
+        ``on_write`` before each, and ``on_finish`` once the written model is as SGLang loads it.
         """
         self.model = model
         self.finishes = finishes
@@ -57,6 +58,7 @@ class InPlaceModel:
         self._owners = owners
         self._on_announce = on_announce
         self._on_write = on_write
+        self._on_finish = on_finish
         self.numbers: list[NumberSwap] = []
         # written, and not finished
         self.is_open = False
@@ -150,6 +152,7 @@ class InPlaceModel:
                 "the old memory: restart the server, or serve this model with "
                 "--disable-cuda-graph"
             )
+        self._on_finish()
 
     def unwritten(self, name: str) -> int:
         # names are counted

@@ -155,7 +155,7 @@ class Jobs:
         thread, and no commit can come while an update is open. ``after`` is the device's event
         behind the last commit and the forwards launched so far, or None: before that event nothing
         of the shadow is written or freed, and nothing is read that a forward has made.
-        ``proves_again``: see ``ShadowedModel.prove``.
+        ``proves_again``: see ``Findings.prove``.
         """
         if after is not None:
             after.synchronize()
@@ -171,19 +171,19 @@ class Jobs:
         update.roles = {model.role for model in models}
         _refuse_partially_written(update, update.roles)
         for model in self._models:
-            model.read_checkpoint_shapes(update.check)
+            model.read_checkpoint(update.check)
         if in_place or update.fills_hollow:
             self.stop_proving()
         else:
             for model in self._models:
-                model.prove(
+                model.findings.prove(
                     self._device,
                     update.check,
                     self._rate_limit,
                     self._layout,
                     again=proves_again,
                 )
-                model.find_plan(self._device, update.check, self._rate_limit, self._layout)
+                model.findings.find_plan(self._device, update.check, self._rate_limit, self._layout)
         self._shadows.build(self._mode_of(update), self._device)
         for model in self._models:
             model.begin(is_partial=self._is_partial(update, model))
@@ -302,7 +302,7 @@ class Jobs:
         update.loaded |= update.roles
         for model in self._models:
             # whatever its checkpoint brings
-            update.names.setdefault(model.role, set()).update(model.checkpoint_shapes)
+            update.names.setdefault(model.role, set()).update(model.names)
         update.add_digests(None)
         staged_s = time.perf_counter() - started
         self._metrics.observe_load(source, staged_s)
@@ -382,7 +382,7 @@ class Jobs:
     def stop_proving(self) -> None:
         """End the searches that go on, before the served weights are written or released."""
         for model in self._models:
-            model.stop_proving()
+            model.findings.stop()
 
     def note_commit(self, *, rolls_back: bool) -> None:
         """Note that other weights are served. Called on the scheduler's thread, between updates."""
@@ -399,13 +399,17 @@ class Jobs:
     @property
     def proof(self) -> Proof | None:
         """The proof of the model that is farthest from one. Read by the scheduler's thread."""
-        found = [model.proof for model in self._models if model.proof is not None]
+        found = [model.findings.proof for model in self._models if model.findings.proof is not None]
         return min(found, key=lambda p: ("failed", "due", "done").index(p.state), default=None)
 
     @property
     def ways(self) -> dict[str, Ways]:
         """How each model's tensors come into its weights, as far as that is known."""
-        return {model.role: model.ways for model in self._models if model.ways is not None}
+        return {
+            model.role: model.findings.ways
+            for model in self._models
+            if model.findings.ways is not None
+        }
 
     def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""
@@ -414,7 +418,7 @@ class Jobs:
     @property
     def why_not_filled(self) -> str | None:
         """Why updates cannot fill weights without contents, element by element, or None."""
-        role = next((model.role for model in self._models if model.finishes), None)
+        role = next((model.role for model in self._models if model.findings.finishes), None)
         if role is None:
             return None
         return f"SGLang finishes the {role} model after loading, so sent elements are not counted"
@@ -517,7 +521,7 @@ class Jobs:
                 weights = read_disk(
                     source,
                     model.runner,
-                    refuse_another=partial(model.refuse_another, warn=update.warn),
+                    refuse_another=partial(model.findings.refuse_another, warn=update.warn),
                     check=update.check,
                     rate_limit=self._rate_limit,
                     # a digest is of every byte
@@ -587,7 +591,7 @@ class Jobs:
     def _refuse_another(self, update: Update, folder: Folder) -> None:
         for model in self._models:
             if model.role in update.roles:
-                model.refuse_another(folder, update.warn)
+                model.findings.refuse_another(folder, update.warn)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.
@@ -644,7 +648,7 @@ class Jobs:
                 name
                 for model in self._models
                 if model.role in whole
-                for name in model.checkpoint_shapes.keys() - update.names.get(model.role, set())
+                for name in model.names - update.names.get(model.role, set())
             }
         )
 
@@ -662,7 +666,7 @@ class Jobs:
                     yield model, weight
 
     def _has_checkpoint(self, role: str) -> bool:
-        return any(model.role == role and model.checkpoint_shapes for model in self._models)
+        return any(model.role == role and model.names for model in self._models)
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
         # a draft loads its part of the target's tensors and keeps its other weights
@@ -678,7 +682,11 @@ class Jobs:
         same names for other tensors.
         """
         if selector is None:
-            return [model for model in models if model.checkpoint == models[0].checkpoint]
+            return [
+                model
+                for model in models
+                if model.findings.checkpoint == models[0].findings.checkpoint
+            ]
         return [m for m in models if selector == "all" or m.role.split("_")[0] == selector]
 
 

@@ -60,8 +60,8 @@ def find_layout(
         found[f"{role} dtype"] = str(config.dtype)
         found[f"{role} quantization"] = str(config.quantization)
         found[f"{role} modules"] = _describe_modules(model.runner.model)
-        if model.configuration is not None:
-            facts = model.configuration.facts()
+        if model.findings.configuration is not None:
+            facts = model.findings.configuration.facts()
             found |= {f"{role} {name}": value for name, value in facts.items()}
     return found
 

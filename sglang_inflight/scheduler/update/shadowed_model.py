@@ -7,24 +7,19 @@ import itertools
 import logging
 from collections.abc import (
     Callable,
-    Container,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
     Set,
 )
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
 
-from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.messages import (
     DIRECT,
     OF_CHECKPOINT,
@@ -34,7 +29,6 @@ from sglang_inflight.messages import (
     TensorSource,
     is_sparse,
 )
-from sglang_inflight.scheduler.update.checks.configuration import StartConfiguration
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -58,6 +52,7 @@ from sglang_inflight.scheduler.update.checks.tensors import (
     TiedHead,
     may_be_tied,
 )
+from sglang_inflight.scheduler.update.findings import Findings
 from sglang_inflight.scheduler.update.finished.finished_model import (
     FinishedModel,
     live_numbers,
@@ -66,46 +61,24 @@ from sglang_inflight.scheduler.update.finished.finished_model import (
 )
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
-from sglang_inflight.scheduler.update.finished.pristine import construct
-from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
-from sglang_inflight.scheduler.update.finished.proving import Proving
-from sglang_inflight.scheduler.update.finished.recipe import Recipe
-from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.loaded_model import Derives, LoadedModel
 from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
-from sglang_inflight.scheduler.update.plans.finding import find_plan
 from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
-from sglang_inflight.scheduler.update.plans.record import kinds_of
 from sglang_inflight.scheduler.update.plans.replay import Replay
-from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, paced, use_one_core
+from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.shadow import weights_of
-from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.checkpoint_files import (
-    Shapes,
-    Stored,
-    find_checkpoint,
-    read_quantization_config,
-    read_stored,
-)
-from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
-from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
+from sglang_inflight.scheduler.update.sources.quantizing import Quantizer
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
 from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
 from sglang_inflight.scheduler.update.weight import Weight
-from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.answers import Proof, Ways
 from sglang_inflight.vocabulary.errors import (
     Conflict,
-    Dropped,
     Refused,
-    Unproven,
-    describe,
     list_names,
 )
 
@@ -135,38 +108,20 @@ class ShadowedModel:
         self.role = role
         self._experts_move = experts_move
         self.runner = runner
-        # the checkpoint at the server's start
-        self.checkpoint = runner.model_config.model_path
-        self.configuration = StartConfiguration.of(runner)
         self.forward_caches = forward_caches or ForwardCaches(runner.model)
+        self.findings = Findings(role, runner, self.forward_caches, experts_move=experts_move)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         # called with the numbers of audited tensors, and of those that differ from their plan
         self.on_audit: Callable[[int, int], None] = _count_nothing
         self._kind: KindOfModel | None = None
-        # the model before loading, if SGLang finishes it after loading; None if it does not
-        self._pristine: nn.Module | None = None
-        self._recipe: Recipe | None = None
-        # why the model's finishing cannot be repeated beside it, once that is known
-        self.unproven: str | None = None
-        self._proving: Proving[Recipe] | None = None
-        self._may_be_proven_later = False
-        self._plan: Plan | None = None
-        # None before the first search for a plan
-        self.ways: Ways | None = None
-        self._is_unplannable = False
-        self._finding: Proving[Plan] | None = None
         self._replay: Replay | None = None
         # names of weights that another model owns
         self._foreign: frozenset[str] = frozenset()
-        # something else is served than the start's or a commit's checkpoint; and what the open
-        # update writes: a checkpoint, something else, or nothing (None)
-        self._is_written_otherwise = runner.load_config.load_format == LoadFormat.DUMMY
+        # what the open update writes: a checkpoint, something else, or nothing (None)
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
         self._form: Form | None = None
-        self._checkpoint_shapes: Shapes | None = None
-        self._kinds: dict[str, PlanKind] = {}
         self._quantizer = Quantizer({})
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
@@ -176,259 +131,11 @@ class ShadowedModel:
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
         self.derived: str | None = None
 
-    def prepare_to_finish(self) -> None:
-        """Construct the model a second time if SGLang finishes it after loading.
-
-        Call on the scheduler's thread, before the first step.
-        """
-        model = self.runner.model
-        if why_not_shadowed(model) is None or why_stale(model) is not None:
-            return
-        try:
-            self._pristine = construct(self.runner)
-        except Exception as error:
-            logger.warning(
-                "The %s model is updated in place: its class cannot be constructed again: %s",
-                self.role,
-                describe(error),
-            )
-
-    @property
-    def finishes(self) -> bool:
-        """Whether SGLang finishes the model after loading, and updates repeat that beside it."""
-        return self._pristine is not None
-
-    def prove(
-        self,
-        device: torch.device,
-        check: Callable[[], None],
-        rate_limit: RateLimit,
-        layout: Mapping[str, str],
-        *,
-        again: bool = False,
-    ) -> None:
-        """Find out once how finishing makes the served model. Raise ``Unproven`` if it does not.
-
-        ``check`` raises to give up waiting: the search goes on, and the next call waits for the
-        same one. ``again``: search anew if the last search failed for a reason that may pass. Ranks
-        get the same ``again``, so none of them searches while another refuses. ``layout`` is this
-        rank's, see ``layout.py``.
-        """
-        if self._pristine is None or self._recipe is not None:
-            return
-        if self.unproven is None or (again and self._may_be_proven_later):
-            self.unproven = None
-            self._prove(self._pristine, device, check, rate_limit, layout)
-        if self.unproven is not None:
-            raise Unproven(f"weights of the {self.role} model cannot be staged: {self.unproven}")
-
-    def _prove(
-        self,
-        pristine: nn.Module,
-        device: torch.device,
-        check: Callable[[], None],
-        rate_limit: RateLimit,
-        layout: Mapping[str, str],
-    ) -> None:
-        def find(require_wanted: Callable[[], None]) -> Recipe:
-            if rate_limit is not UNPACED and device.type == "cpu":
-                use_one_core()
-            paced = rate_limit.for_another_thread()
-            return self._find_recipe(pristine, device, require_wanted, paced, layout)
-
-        try:
-            if self._is_written_otherwise:
-                raise NotNow(_WRITTEN_OTHERWISE)
-            self._proving = self._proving or Proving(find, device)
-            self._recipe = self._proving.result(check)
-        except Dropped as dropped:
-            raise Dropped(
-                f"{dropped}. SGLang finishes the {self.role} model after loading, and the search "
-                "for how goes on: send the update again"
-            ) from dropped
-        except Unproven as error:
-            self.unproven, self._may_be_proven_later = str(error), isinstance(error, NotNow)
-            logger.warning("The %s model is updated in place: %s", self.role, error)
-        self._proving = None
-
-    @property
-    def may_be_proven_later(self) -> bool:
-        """Whether the proof failed for a reason that may pass."""
-        return self.unproven is not None and self._may_be_proven_later
-
-    def find_plan(
-        self,
-        device: torch.device,
-        check: Callable[[], None],
-        rate_limit: RateLimit,
-        layout: Mapping[str, str],
-    ) -> None:
-        """Find the model's plan once. Without one all tensors go by the model's loader.
-
-        ``check`` and ``layout``: as for ``prove``.
-        """
-        if self._plan is not None or self._experts_move or not self._kinds:
-            return
-        if self._is_unplannable:
-            return
-        pristine, recipe = self._pristine, self._recipe
-
-        def find(require_wanted: Callable[[], None]) -> Plan:
-            pace = rate_limit.for_another_thread()
-            pace.limit_this_thread()
-            if rate_limit is not UNPACED and device.type == "cpu":
-                use_one_core()
-            model = self.runner.model
-            name = self._name_recipe(pristine or model, layout)
-
-            def read_served(needed: Container[str]) -> Weights:
-                return self._read_start_checkpoint(
-                    require_wanted, pace, lambda place: place.name in needed
-                )
-
-            if pristine is None:
-                weights, restrict = dict(weights_of(model)), _do_nothing_with
-            else:
-                assert recipe is not None
-                weights = plannable(model, recipe)
-                restrict = functools.partial(leave_torn, recipe=recipe, live=model, weights=weights)
-            return find_plan(
-                pristine or model,
-                weights,
-                self._kinds,
-                name,
-                lambda: not self._is_written_otherwise,
-                read_served,
-                require_wanted,
-                pace,
-                restrict=restrict,
-            )
-
-        self._finding = self._finding or Proving(find, device)
-        try:
-            self._plan = self._finding.result(check)
-            self.ways = self._plan.ways(finishes=self.finishes)
-        except Dropped as dropped:
-            raise Dropped(
-                f"{dropped}. The search for where the {self.role} model's tensors go goes on: send "
-                "the update again"
-            ) from dropped
-        except Exception as error:
-            self._is_unplannable = True
-            # one reason for all
-            why = str(error) if isinstance(error, Refused) else describe(error)
-            self.ways = Plan(self._kinds, {}, dict.fromkeys(self._kinds, why), {}).ways(
-                finishes=self.finishes
-            )
-            logger.warning(
-                "All tensors of the %s model go by its loader: %s",
-                self.role,
-                why,
-                exc_info=not isinstance(error, Refused),
-            )
-        self._finding = None
-
-    def stop_proving(self) -> None:
-        """End the searches that go on, before the served weights are written or released."""
-        for search in (self._proving, self._finding):
-            if search is not None:
-                search.stop()
-        self._proving = self._finding = None
-
-    def note_commit(self, *, rolls_back: bool) -> None:
-        """Note that other weights are served. The scheduler's thread calls it.
-
-        ``rolls_back``: those before the last update's. No job runs meanwhile. A search may outlive
-        its update, and must not compare a checkpoint with what is served from now on.
-        """
-        if self._finding is not None:
-            self._finding.give_up()
-            self._finding = None
-        if rolls_back:
-            self._is_written_otherwise = True
-        elif self._writes_checkpoint is not None:
-            self._is_written_otherwise = not self._writes_checkpoint
-            self._writes_checkpoint = None
-
-    def _find_recipe(
-        self,
-        pristine: nn.Module,
-        device: torch.device,
-        check: Callable[[], None],
-        rate_limit: RateLimit,
-        layout: Mapping[str, str],
-    ) -> Recipe:
-        model = self.runner.model
-        with AbandonableThread(check) as thread:
-            name = thread.do(lambda: self._name_recipe(pristine, layout))
-            found = thread.do(lambda: recall(name)) if name is not None else None
-        if found is not None:
-            return found
-        with closing(self._read_start_checkpoint(check, rate_limit)) as weights:
-            found = find_recipe(
-                pristine,
-                model,
-                device,
-                weights,
-                rate_limit,
-                available_to_this_rank(),
-                self.forward_caches.memory_after_loading(),
-                check,
-            )
-        if name is not None:
-            remember(name, found)
-        return found
-
-    def _name_recipe(self, pristine: nn.Module, layout: Mapping[str, str]) -> str | None:
-        config = self.runner.model_config
-        cache = self.runner.load_config.download_dir
-        try:
-            folder = find_checkpoint(config.model_path, config.revision, cache)
-            ranks = get_parallel()
-            place = self.role, f"tp {ranks.tp_rank}/{ranks.tp_size}", f"pp {ranks.pp_rank}"
-            args = self.runner.server_args
-            return name_recipe(folder, pristine, self.runner.model, place, layout, args)
-        except OSError as error:
-            logger.warning("The recipe of the %s model is not remembered: %s", self.role, error)
-            return None
-
-    @property
-    def proof(self) -> Proof | None:
-        """Whether finishing was repeated beside the served model; None if there is no need."""
-        if self._pristine is None:
-            return None
-        if self.unproven is not None:
-            return Proof(state="failed", why=self.unproven)
-        return Proof(state="due" if self._recipe is None else "done")
-
-    def _read_start_checkpoint(
-        self,
-        check: Callable[[], None],
-        rate_limit: RateLimit,
-        wants: Callable[[StoredPlace], bool] | None = None,
-    ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        yield from read_disk(
-            DiskSource(model_path=self.runner.model_config.model_path),
-            self.runner,
-            refuse_another=functools.partial(self.refuse_another, warn=logger.warning),
-            check=check,
-            rate_limit=rate_limit,
-            wants=wants,
-        )
-
     def reads(self, stored: StoredPlace) -> bool:
         """Return whether the open update reads a tensor from a checkpoint on disk."""
         if self._replay is None or (self._ties_head and may_be_tied(stored.name)):
             return True
         return self._replay.needs(stored.name, stored.shape, stored.dtype)
-
-    def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
-        """Raise ``Refused`` if ``folder`` is another model's checkpoint (``check_configuration``).
-
-        A draft loads its part of its target's checkpoint.
-        """
-        if self.role == "target":
-            check_configuration(folder, self.runner, self.configuration, warn)
 
     def build(
         self,
@@ -458,13 +165,14 @@ class ShadowedModel:
                 owners=owners,
                 on_announce=self._note_announced,
                 on_write=lambda: self.on_write(),
+                on_finish=self.forward_caches.note_loaded,
             )
-        elif self._pristine is not None:
-            assert self._recipe is not None
+        elif self.findings.pristine is not None:
+            assert self.findings.recipe is not None
             self._kind = FinishedModel(
-                self._pristine,
+                self.findings.pristine,
                 model,
-                self._recipe,
+                self.findings.recipe,
                 form,
                 device=device,
                 rate_limit=rate_limit,
@@ -509,6 +217,11 @@ class ShadowedModel:
         return _holds_graphs(self.runner)
 
     @property
+    def names(self) -> Set[str]:
+        """Names of the tensors in the start's checkpoint; none if it is not on this machine."""
+        return self.findings.checkpoint_shapes.keys()
+
+    @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
@@ -521,11 +234,11 @@ class ShadowedModel:
         finished the model in a way that is not known.
         """
         model = self.runner.model
-        if self._recipe is not None:
-            found = live_tensors_of(model, self._recipe, owners)
+        if self.findings.recipe is not None:
+            found = live_tensors_of(model, self.findings.recipe, owners)
             within = without_views(found)
             return [(str(place), t) for place, t in found.items() if within[place] == place]
-        if self.finishes and self.unproven is None:
+        if self.findings.finishes and self.findings.unproven is None:
             raise Conflict(
                 f"SGLang has finished the {self.role} model after loading it, and no update has "
                 "shown yet what that makes: SGLANG_INFLIGHT_PROOF=start finds it out at the start"
@@ -533,13 +246,15 @@ class ShadowedModel:
         if (reason := why_not_shadowed(model)) is not None:
             raise Refused(
                 f"weights of the {self.role} model cannot be exchanged with another server as they "
-                f"are: {self.unproven or reason}"
+                f"are: {self.findings.unproven or reason}"
             )
         return list(weights_of(model))
 
     def live_numbers(self) -> dict[Place, Number] | None:
         """Return the served numbers that finishing makes; None if it makes none."""
-        return live_numbers(self.runner.model, self._recipe) if self._recipe else None
+        return (
+            live_numbers(self.runner.model, self.findings.recipe) if self.findings.recipe else None
+        )
 
     def refuse_underivable(self, check: Callable[[], None], *, loads_are_known: bool) -> None:
         """Raise ``Refused`` if the served model has what its loader computed besides weights.
@@ -548,11 +263,9 @@ class ShadowedModel:
         knows. So the loader runs on tensors without memory, and its writes are followed.
         ``loads_are_known``: updates have brought all weights, and their writes were followed.
         """
-        if self._recipe is not None:
+        if self.findings.recipe is not None:
             return
-        with AbandonableThread(check) as thread:
-            stored, _ = thread.do(self._read_checkpoint)
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        shapes = self.findings.shapes_now(check)
         model = self.runner.model
         found = find_loader_reads(model, shapes, next(model.parameters()).dtype)
         derived = found.derived | self._derived_by_loads
@@ -583,7 +296,7 @@ class ShadowedModel:
         """Note that an update is about to write the served model."""
         # no forward runs any more until the commit
         self.forward_caches.find()
-        self._is_written_otherwise = True
+        self.findings.is_written_otherwise = True
 
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update: forget the tensors of the last one.
@@ -597,8 +310,8 @@ class ShadowedModel:
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_loader_reads", None)
-        if self._replay is None and self._plan is not None and self._form is not None:
-            self._replay = self._make_replay(self._plan, self._form)
+        if self._replay is None and self.findings.plan is not None and self._form is not None:
+            self._replay = self._make_replay(self.findings.plan, self._form)
         if self._replay is not None:
             self._replay.begin()
         self.kind.begin(self._replay, is_partial=is_partial)
@@ -607,20 +320,20 @@ class ShadowedModel:
         weights = {weight.name: weight for weight in self.kind.weights}
         planned = frozenset(plan.writers)
         plan = plan.without(self._foreign | (planned - weights.keys()))
-        audit = Audit(plan, self._pristine or self.runner.model, self._rate_limit)
+        audit = Audit(plan, self.findings.pristine or self.runner.model, self._rate_limit)
         return Replay(plan, weights, form, audit, self._rate_limit, planned)
 
     def _leave_to_loader(self, difference: Differs) -> None:
         """Let weights go by the loader from the next update on."""
-        assert self._plan is not None
+        assert self.findings.plan is not None
         self.on_audit(0, 1)
         logger.error("An update by the plan of the %s model was refused: %s", self.role, difference)
         for place in difference.places:
-            self._plan.drop(place, "an update's audit has found a difference")
-        if self._recipe is not None:
-            weights = plannable(self.runner.model, self._recipe)
-            leave_torn(self._plan, self._recipe, self.runner.model, weights)
-        self.ways = self._plan.ways(finishes=self.finishes)
+            self.findings.plan.drop(place, "an update's audit has found a difference")
+        if self.findings.recipe is not None:
+            weights = plannable(self.runner.model, self.findings.recipe)
+            leave_torn(self.findings.plan, self.findings.recipe, self.runner.model, weights)
+        self.findings.ways = self.findings.plan.ways(finishes=self.findings.finishes)
         self._replay = None
 
     def expect(self, check: Callable[[], None]) -> None:
@@ -653,8 +366,6 @@ class ShadowedModel:
         except Derives as derives:
             self.derived = derives.name
             raise Refused(why_not_staged(self.role, derives.name)) from None
-        if self.was_written:
-            self.forward_caches.note_loaded()
 
     def restore(self) -> None:
         """Undo SGLang's finishing, before something else writes in place."""
@@ -670,28 +381,19 @@ class ShadowedModel:
             )
         self._tied.refuse_if_not_the_embeddings()
 
-    def read_checkpoint_shapes(self, check: Callable[[], None]) -> None:
-        """Read ``checkpoint_shapes`` once; ``check`` raises when it is time to give up."""
-        if self._checkpoint_shapes is None:
-            with AbandonableThread(check) as thread:
-                stored, config = thread.do(self._read_checkpoint)
-            self._checkpoint_shapes = {name: tensor.shape for name, tensor in stored.items()}
-            self._kinds = kinds_of(stored)
-            self._quantizer = Quantizer(find_quantized(stored, config))
+    def read_checkpoint(self, check: Callable[[], None]) -> None:
+        """Read once what the start's checkpoint has. ``check`` raises to give up."""
+        if (quantized := self.findings.read_checkpoint(check)) is not None:
+            self._quantizer = Quantizer(quantized)
 
-    @property
-    def checkpoint_shapes(self) -> Shapes:
-        """Shapes of the tensors in the start's checkpoint; empty if it is not on this machine."""
-        assert self._checkpoint_shapes is not None
-        return self._checkpoint_shapes
+    def note_commit(self, *, rolls_back: bool) -> None:
+        """Note that other weights are served. The scheduler's thread calls it, while no job runs.
 
-    def _read_checkpoint(self) -> tuple[dict[str, Stored], dict[str, Any]]:
-        folder = find_checkpoint(
-            self.checkpoint,
-            revision=self.runner.model_config.revision,
-            cache=self.runner.load_config.download_dir,
-        )
-        return read_stored(folder), read_quantization_config(folder)
+        ``rolls_back``: those before the last update's.
+        """
+        self.findings.note_commit(False if rolls_back else self._writes_checkpoint)
+        if not rolls_back:
+            self._writes_checkpoint = None
 
     @property
     def _live_device(self) -> torch.device:
@@ -740,7 +442,7 @@ class ShadowedModel:
             communicates=kind.communicates,
         )
         checks = TensorChecks(
-            checkpoint_shapes=self.checkpoint_shapes if is_checkpoint else {},
+            checkpoint_shapes=self.findings.checkpoint_shapes if is_checkpoint else {},
             dataflow=dataflow,
             takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
             takes_floats_only=why_not_shadowed(self.runner.model) is None,
@@ -754,7 +456,7 @@ class ShadowedModel:
             replay.begin_call(check_finite=check_finite)
         if is_sparse(source):
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
-            found = pair_up(weights, self.checkpoint_shapes, said)
+            found = pair_up(weights, self.findings.checkpoint_shapes, said)
             self._take_sparse(found, replay, checks)
             return checks
         self._checks = checks
@@ -815,9 +517,9 @@ class ShadowedModel:
 
     def _together(self, name: str) -> Set[str]:
         """Return the names of the tensors that are loaded only together with one of that name."""
-        if self._recipe is not None:
-            return self._recipe.together.get(name, {name})
-        return self._plan.unit_of(name) if self._plan is not None else {name}
+        if self.findings.recipe is not None:
+            return self.findings.recipe.together.get(name, {name})
+        return self.findings.plan.unit_of(name) if self.findings.plan is not None else {name}
 
     def _without_planned(self, weights: Weights, replay: Replay, checks: TensorChecks) -> Weights:
         """Move the planned ones of ``weights``, and yield the others."""
@@ -878,14 +580,16 @@ class ShadowedModel:
         """Names of persistent buffers set by the model at construction, in no checkpoint."""
         buffers = dict(self.runner.model.named_buffers())
         persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
-        if not persistent or not self.checkpoint_shapes:
+        if not persistent or not self.findings.checkpoint_shapes:
             return frozenset()
         return (self._loader_reads.weights_left_out or frozenset()) & persistent
 
     @functools.cached_property
     def _loader_reads(self) -> LoaderReads:
-        model = self._pristine if self._pristine is not None else self.runner.model
-        return find_loader_reads(model, self.checkpoint_shapes, next(model.parameters()).dtype)
+        model = self.findings.pristine if self.findings.pristine is not None else self.runner.model
+        return find_loader_reads(
+            model, self.findings.checkpoint_shapes, next(model.parameters()).dtype
+        )
 
 
 def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str | None:
@@ -894,7 +598,7 @@ def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str |
     for model in models:
         if not in_place and model.derived is not None:
             return why_not_staged(model.role, model.derived)
-        of_model = why_stale if not in_place and model.finishes else why_not
+        of_model = why_stale if not in_place and model.findings.finishes else why_not
         if (reason := of_model(model.runner.model)) is not None:
             return f"weights of the {model.role} model cannot be {what}: {reason}"
     return why_forwards_forbid(models)
@@ -931,19 +635,8 @@ _GRAPH_RUNNERS = (
 )
 
 
-_WRITTEN_OTHERWISE = (
-    "its weights are not those of a checkpoint on disk: updates have written them, or SGLang has "
-    "started with random ones (--load-format dummy). A whole update from disk brings some to "
-    "compare with"
-)
-
-
 def _needs_nothing(name: str) -> bool:
     return False
-
-
-def _do_nothing_with(plan: Plan) -> None:
-    pass
 
 
 def _do_nothing() -> None:
