@@ -18,7 +18,7 @@ from torch import nn
 from sglang_inflight.messages import AskedDigests, DiskSource
 from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import audit, remembered
+from sglang_inflight.scheduler.update.plans import audit, remembered, replay
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import kinds_of, record
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
@@ -38,10 +38,11 @@ STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGE
 DTYPE = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def no_grad(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=[1 << 20, 30], ids=["one batch", "small batches"])
+def no_grad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Turn gradients off, like the staging thread, and let each rank have a plan."""
     monkeypatch.setattr(Rank, "plans", True)
+    monkeypatch.setattr(replay, "_MOST_ELEMENTS", request.param)
     with torch.no_grad():
         yield
 

@@ -70,6 +70,8 @@ class Replay:
         # each as a row; tensors that came before wait apart
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._again: list[tuple[str, torch.Tensor]] = []
+        # how many were taken, and are not moved yet
+        self._owed = 0
         self._elements = 0
 
     def begin(self) -> None:
@@ -87,7 +89,7 @@ class Replay:
         """Give back the tensors that wait."""
         self._waiting.clear()
         self._again.clear()
-        self._elements = 0
+        self._elements = self._owed = 0
         self.audit.forget()
 
     def begin_call(self, *, check_finite: bool) -> None:
@@ -96,6 +98,8 @@ class Replay:
     def end_call(self) -> None:
         """Move what waits, and audit. Raise ``Refused`` for a wrong value, ``Differs``."""
         self.flush()
+        if self._owed:
+            raise RuntimeError(f"{self._owed} tensors were taken and not moved")
         self.audit.run()
 
     @property
@@ -124,19 +128,19 @@ class Replay:
             return False
         if self._loaders and any(each.place in self._loaders for each in moves):
             return False
-        waiting = self._waiting
-        if name in self._came:
-            waiting = self._again
-        elif self.audit.wants(name):
+        is_again = name in self._came
+        if not is_again and self.audit.wants(name):
             self.audit.take(name, tensor)
         self._came.add(name)
         size = tensor.numel()
         if moves and size:
             if self._elements + size > _MOST_ELEMENTS:
                 self.flush()
-            waiting.append((name, tensor.reshape(-1)))
+            # a flush has begun new lists
+            (self._again if is_again else self._waiting).append((name, tensor.reshape(-1)))
             self._elements += size
-            if len(waiting) == _MOST_TENSORS:
+            self._owed += 1
+            if len(self._waiting) + len(self._again) >= _MOST_TENSORS:
                 self.flush()
         elif size and not tensor.is_meta:
             self._check([(name, tensor.reshape(-1))])
@@ -186,6 +190,7 @@ class Replay:
             self._form.move([*self._moved(batch)])
         for moved in self._moved(again):
             self._move_again(moved)
+        self._owed -= len(batch) + len(again)
         self._rate_limit.spend(sum(tensor.nbytes for _, tensor in batch + again))
 
     def _move_again(self, moved: Moved) -> None:
