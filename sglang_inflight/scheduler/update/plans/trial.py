@@ -144,7 +144,7 @@ class _Trial:
 
     def _compare(self) -> None:
         for different in self._twin.differing(self._expected):
-            logger.warning("The loader does not put %r as planned", different.name)
+            logger.debug("The loader does not put %r as planned", different.name)
             self._plan.drop(different.place, "the loader puts something else than its moves there")
         self._unit, self._expected = (), []
 
