@@ -77,14 +77,10 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 class Findings:
     """The findings of one model. The staging thread owns them, but for ``note_commit``."""
 
-    def __init__(
-        self, role: str, runner: ModelRunner, forward_caches: ForwardCaches, *, experts_move: bool
-    ) -> None:
-        """``experts_move``: SGLang moves experts between ranks while it serves."""
+    def __init__(self, role: str, runner: ModelRunner, forward_caches: ForwardCaches) -> None:
         self._role = role
         self._runner = runner
         self._forward_caches = forward_caches
-        self._experts_move = experts_move
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
         self.configuration = StartConfiguration.of(runner)
@@ -196,9 +192,7 @@ class Findings:
 
         ``check`` and ``layout``: as for ``prove``.
         """
-        if self.plan is not None or self._experts_move or not self._kinds:
-            return
-        if self._is_unplannable:
+        if self.plan is not None or self._is_unplannable or not self._kinds:
             return
         pristine, recipe = self.pristine, self.recipe
 

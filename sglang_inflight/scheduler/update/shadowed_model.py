@@ -109,7 +109,7 @@ class ShadowedModel:
         self._experts_move = experts_move
         self.runner = runner
         self.forward_caches = forward_caches or ForwardCaches(runner.model)
-        self.findings = Findings(role, runner, self.forward_caches, experts_move=experts_move)
+        self.findings = Findings(role, runner, self.forward_caches)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         # called with the numbers of audited tensors, and of those that differ from their plan
