@@ -5,26 +5,23 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from harness.server import Server, serve
 from sglang_inflight.messages import DiskSource, DistributedSource, IPCSource, Source, TensorSource
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.sparse import INDICES, VALUES
-from tests.families import row
 from tests.families import tensors as loaded
-from tests.families.families import ABSORBED, Family
+from tests.families.families import Family
 from tests.support import many_tensors
 from tests.support.checkpoint_engine import checkpoint_engine
-from tests.support.load import ENDLESS, more_tokens, start_running, status
 from tests.support.many_tensors import BF16, FP8, Many
 from tests.support.rank import Rank
-from tests.support.updates import by_reference, flatten, succeed
+from tests.support.updates import by_reference, flatten
 
 pytestmark = pytest.mark.slow
 
@@ -212,44 +209,3 @@ def test_sparse_update_equals_a_fresh_load(served: Served, mode: StagingMode) ->
     served.version = CHANGED
     served.expect(CHANGED)
     served.update(rank, 0, disk)
-
-
-# ---- a server ------------------------------------------------------------------------
-
-
-def test_server_updated_from_disk_serves_as_one_started_there(tmp_path: Path) -> None:
-    folders = [
-        many_tensors.write(tmp_path / f"v{version}", BF16, many_tensors.tensors(BF16, version))
-        for version in range(2)
-    ]
-    with serving(folders[1], tmp_path / "log1") as server:
-        expected = checksums(server)
-        started = [rank["digest"] for rank in succeed(update(server, folders[1]))["ranks"]]
-    with serving(folders[0], tmp_path / "log0") as server:
-        running = start_running(server, 2, tokens=ENDLESS)
-        receipt = succeed(update(server, folders[1]))
-        more_tokens(running)
-        assert receipt["staged_as"]["form"] == "changes"
-        assert [rank["digest"] for rank in receipt["ranks"]] == started
-        assert checksums(server) == expected
-        (rank,) = status(server)["ranks"]
-        ways = rank["staging"]["ways"]["target"]
-        assert ways["planned"]["tensors"] > 138_000
-        assert ways["by_loader"]["tensors"] == 0
-        succeed(server.post("/inflight/rollback", {"kv_cache": "keep"}))
-        assert checksums(server) != expected
-        more_tokens(running)
-
-
-def serving(model: Path, log: Path) -> AbstractContextManager[Server]:
-    env = {**row.ENV, **ABSORBED, "SGLANG_INFLIGHT_STAGING": "changes"}
-    return serve(model, *row.FLAGS, log=log, env=env)
-
-
-def update(server: Server, model: Path) -> dict[str, Any]:
-    body = {"model_path": str(model), "non_blocking": True, "kv_cache": "keep"}
-    return server.post("/update_weights_from_disk", body)
-
-
-def checksums(server: Server) -> Any:
-    return succeed(server.post("/weights_checker", {"action": "checksum"}))["ranks"]

@@ -162,17 +162,17 @@ class Rank:
     def fill(self, update: Update, call: Tensors, load_format: str | None = None) -> None:
         source: Any = tensor_source(load_format)
         sent = {name: tensor.clone() for name, tensor in call.items()}
-        self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+        self._jobs.reader.read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
             pair for pair in sent.items()
         )
         self._jobs.fill(update, source, None)
-        del self._jobs._read_once
+        del self._jobs.reader.read_once
         for tensor in sent.values():
             tensor.fill_(-1)
 
     def fill_from(self, update: Update, source: Source, groups: Any = None) -> None:
         """Read ``source`` as a server does. ``groups``: those of the trainers that broadcast."""
-        self._jobs._groups = groups
+        self._jobs.reader._groups = groups
         self._jobs.fill(update, source, None)
 
     def seal(self, update: Update) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ class ImmediateWorker(ManualWorker):
 class NoModel:
     """Jobs without a model."""
 
-    layouts = CallLayouts()
+    reader = SimpleNamespace(layouts=CallLayouts())
 
     def prepare(self, update: Update, selector: None, *, after: Any, proves_again: bool) -> Done:
         return Done()

@@ -179,7 +179,9 @@ def make_staging(
         kv_tokens=kv_tokens,
         expect_no_step=boundary.expect_no_step,
         prepare_to_hold=boundary.prepare_to_hold,
-        post_ahead=lambda source: post_ahead(source, groups, jobs.layouts, device, worker.stream),
+        post_ahead=lambda source: post_ahead(
+            source, groups, jobs.reader.layouts, device, worker.stream
+        ),
         can=can,
     )
     return Parts(staging, models, device, layout, paced, make_thread)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,19 +16,12 @@ from sglang_inflight.messages import (
     SERVED,
     AskedDigests,
     DiskSource,
-    DistributedSource,
-    GPUMemorySource,
-    IPCSource,
-    LoadedSource,
     Opened,
     SavedFolderSource,
     Selector,
     Source,
-    SparseFolderSource,
     Staged,
-    TensorSource,
     Voted,
-    has_custom_loader,
     is_sparse,
 )
 from sglang_inflight.metrics import Metrics
@@ -55,22 +47,9 @@ from sglang_inflight.scheduler.update.shadowed_model import (
     why_not_updated,
 )
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.sources.batches import (
-    MOST_BYTES,
-    Batches,
-    Weights,
-    in_parts,
-    one_batch,
-    with_whole_modules,
-)
-from sglang_inflight.scheduler.update.sources.broadcast import receive
-from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
-from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
-from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
-from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
+from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.groups import Groups
-from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
-from sglang_inflight.scheduler.update.sources.tensors import read_tensors
+from sglang_inflight.scheduler.update.sources.reading import Reader
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.weight import Weight
@@ -123,13 +102,11 @@ class Jobs:
     ) -> None:
         """``layout`` is this rank's, see ``layout.py``."""
         self._layout = layout
-        # layouts of calls' tensors
-        self.layouts = CallLayouts()
         self._models = list(models)
         for model in models:
             model.on_audit = metrics.observe_audit
         self._shadows = shadows
-        self._groups = groups
+        self.reader = Reader(groups, device, rate_limit)
         self._metrics = metrics
         self._mode = mode
         self._device = device
@@ -137,7 +114,6 @@ class Jobs:
         self._check_finite = check_finite
         # keeps its pinned memory: an allocation of it may wait for the device
         self._host_reader = HostReader()
-        self._gpu_memory = GPUMemory(device)
         # scales by role at the last commit: noted before updates write in place, else None
         self._kv_scales: dict[str, dict[Place, Number]] | None = None
 
@@ -234,7 +210,11 @@ class Jobs:
         # close at once: the sender waits for the outcome
         with (
             arrivals.explaining(),
-            closing(self._read_for_each(models, update, source, arrivals)) as loads,
+            closing(
+                self.reader.read_for_each(
+                    models, update, source, arrivals, partial(self._require_base, update)
+                )
+            ) as loads,
         ):
             for model, weights in loads:
                 with closing(weights):
@@ -413,7 +393,7 @@ class Jobs:
 
     def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""
-        self._gpu_memory.stop_reading()
+        self.reader.stop_reading()
 
     @property
     def why_not_filled(self) -> str | None:
@@ -505,73 +485,6 @@ class Jobs:
             if model.role in update.checkpoints
         )
 
-    def _read_for_each(
-        self,
-        models: list[ShadowedModel],
-        update: Update,
-        source: LoadedSource,
-        arrivals: Arrivals,
-    ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
-        """Yield each model with the tensors of one loader call, in the order of the calls.
-
-        A target and its drafts load the same tensors, but most sources deliver them once.
-        """
-        if isinstance(source, DiskSource):
-            for model in models:
-                weights = read_disk(
-                    source,
-                    model.runner,
-                    refuse_another=partial(model.findings.refuse_another, warn=update.warn),
-                    check=update.check,
-                    rate_limit=self._rate_limit,
-                    # a digest is of every byte
-                    wants=None if arrivals.is_asked else model.reads,
-                )
-                yield model, arrivals.watch(weights)
-                arrivals.end_reading()
-            return
-        with closing(self._read_once(source, update)) as batches:
-            for batch in batches:
-                if len(models) == 1:
-                    yield models[0], arrivals.watch(batch)
-                    continue
-                # a custom loader may need all tensors of a call at once, and a sparse tensor
-                # needs both its halves
-                is_one = has_custom_loader(source) or is_sparse(source)
-                most = math.inf if is_one else MOST_BYTES
-                for part in in_parts(arrivals.watch(batch), most):
-                    for model in models:
-                        yield model, (pair for pair in part)
-        arrivals.end_reading()
-
-    def _read_once(
-        self,
-        source: SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource,
-        update: Update,
-    ) -> Batches:
-        if isinstance(source, SparseFolderSource):
-            return one_batch(
-                read_sparse_folder(
-                    source,
-                    self._device,
-                    base_version=update.base_version,
-                    require_base=partial(self._require_base, update),
-                    refuse_another=partial(self._refuse_another, update),
-                    check=update.check,
-                    rate_limit=self._rate_limit,
-                )
-            )
-        if isinstance(source, TensorSource):
-            return one_batch(
-                read_tensors(source, self.layouts, self._device, update.check, self._rate_limit)
-            )
-        if isinstance(source, DistributedSource):
-            tensors = receive(source, self._groups, self.layouts, self._device, update.check)
-            return one_batch(tensors)
-        if isinstance(source, GPUMemorySource):
-            return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
-        return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
-
     def _require_base(self, update: Update, digests: tuple[str, ...]) -> None:
         """Raise ``Conflict`` unless the served weights have one of ``digests``.
 
@@ -587,11 +500,6 @@ class Jobs:
                 f"base_digests are {list_names([*digests])}, and the weights that are served as "
                 f"{update.base_version!r} have the digest {update.live_digest}"
             )
-
-    def _refuse_another(self, update: Update, folder: Folder) -> None:
-        for model in self._models:
-            if model.role in update.roles:
-                model.findings.refuse_another(folder, update.warn)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.

@@ -71,6 +71,7 @@ from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.shadow import weights_of
+from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
 from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
@@ -193,6 +194,10 @@ class ShadowedModel:
     def kind(self) -> KindOfModel:
         assert self._kind is not None
         return self._kind
+
+    def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
+        """Raise ``Refused`` if ``folder`` has another model's checkpoint."""
+        self.findings.refuse_another(folder, warn)
 
     def forget_loaded(self) -> None:
         """Give back what a dropped update has loaded, and not staged."""

@@ -202,7 +202,7 @@ class Staging:
         self._submit(update, call, prepare)
 
     def stage(self, call: StageCall) -> None:
-        self._jobs.layouts.take_in(call.source)
+        self._jobs.reader.layouts.take_in(call.source)
         with self._dirty_together():
             update = self._expect(call.update_id, Step.STAGE)
             if update.in_place:

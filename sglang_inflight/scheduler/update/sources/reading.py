@@ -1,0 +1,171 @@
+"""Reads the tensors of an update's calls: one way for each kind of source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from sglang_inflight.messages import (
+    DiskSource,
+    DistributedSource,
+    GPUMemorySource,
+    IPCSource,
+    LoadedSource,
+    SparseFolderSource,
+    TensorSource,
+    has_custom_loader,
+    is_sparse,
+)
+from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.sources.batches import (
+    MOST_BYTES,
+    Batches,
+    Weights,
+    in_parts,
+    one_batch,
+    with_whole_modules,
+)
+from sglang_inflight.scheduler.update.sources.broadcast import receive
+from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
+from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
+from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
+from sglang_inflight.scheduler.update.sources.groups import Groups
+from sglang_inflight.scheduler.update.sources.safetensors_file import Place
+from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
+from sglang_inflight.scheduler.update.sources.tensors import read_tensors
+from sglang_inflight.scheduler.update.update import Update
+
+
+class ReadsDisk(Protocol):
+    """A model whose part of a checkpoint on disk is read."""
+
+    runner: Any
+
+    def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
+        """Raise ``Refused`` if ``folder`` has another model's checkpoint."""
+
+    def reads(self, stored: Place) -> bool:
+        """Return whether the open update uses a stored tensor."""
+
+
+Model = TypeVar("Model", bound=ReadsDisk)
+
+
+class Reader:
+    """The sources of one rank. The staging thread owns it, but for ``stop_reading``."""
+
+    def __init__(self, groups: Groups, device: torch.device, rate_limit: RateLimit) -> None:
+        # of calls' tensors
+        self.layouts = CallLayouts()
+        self._groups = groups
+        self._device = device
+        self._rate_limit = rate_limit
+        self._gpu_memory = GPUMemory(device)
+        self._ways: dict[type, Callable[[Any, Update], Batches]] = {
+            TensorSource: self._from_tensors,
+            DistributedSource: self._from_broadcasts,
+            GPUMemorySource: self._from_gpu_memory,
+            IPCSource: self._from_ipc,
+        }
+
+    def stop_reading(self) -> None:
+        """Release the sender's memory; the update receives nothing more."""
+        self._gpu_memory.stop_reading()
+
+    def read_for_each(
+        self,
+        models: Sequence[Model],
+        update: Update,
+        source: LoadedSource,
+        arrivals: Arrivals,
+        require_base: Callable[[tuple[str, ...]], None],
+    ) -> Generator[tuple[Model, Weights], None, None]:
+        """Yield each model with the tensors of one loader call, in the order of the calls.
+
+        A target and its drafts load the same tensors, but most sources deliver them once.
+        ``require_base`` raises ``Conflict`` unless the served weights have one of some digests.
+        """
+        if isinstance(source, DiskSource):
+            yield from self._from_disk(models, update, source, arrivals)
+            return
+        if isinstance(source, SparseFolderSource):
+            batches = self._from_sparse_folder(models, update, source, require_base)
+        else:
+            batches = self.read_once(source, update)
+        # a custom loader may need all tensors of a call at once, and a sparse tensor both its
+        # halves
+        is_one = has_custom_loader(source) or is_sparse(source)
+        most = math.inf if is_one else MOST_BYTES
+        with closing(batches):
+            for batch in batches:
+                if len(models) == 1:
+                    yield models[0], arrivals.watch(batch)
+                    continue
+                for part in in_parts(arrivals.watch(batch), most):
+                    for model in models:
+                        yield model, (pair for pair in part)
+        arrivals.end_reading()
+
+    def read_once(self, source: LoadedSource, update: Update) -> Batches:
+        """Yield the tensors of a source that delivers them once."""
+        return self._ways[type(source)](source, update)
+
+    def _from_disk(
+        self, models: Sequence[Model], update: Update, source: DiskSource, arrivals: Arrivals
+    ) -> Iterator[tuple[Model, Weights]]:
+        for model in models:
+            weights = read_disk(
+                source,
+                model.runner,
+                refuse_another=partial(model.refuse_another, warn=update.warn),
+                check=update.check,
+                rate_limit=self._rate_limit,
+                # a digest is of every byte
+                wants=None if arrivals.is_asked else model.reads,
+            )
+            yield model, arrivals.watch(weights)
+            arrivals.end_reading()
+
+    def _from_sparse_folder(
+        self,
+        models: Sequence[Model],
+        update: Update,
+        source: SparseFolderSource,
+        require_base: Callable[[tuple[str, ...]], None],
+    ) -> Batches:
+        def refuse_another(folder: Folder) -> None:
+            for model in models:
+                model.refuse_another(folder, update.warn)
+
+        return one_batch(
+            read_sparse_folder(
+                source,
+                self._device,
+                base_version=update.base_version,
+                require_base=require_base,
+                refuse_another=refuse_another,
+                check=update.check,
+                rate_limit=self._rate_limit,
+            )
+        )
+
+    def _from_tensors(self, source: TensorSource, update: Update) -> Batches:
+        return one_batch(
+            read_tensors(source, self.layouts, self._device, update.check, self._rate_limit)
+        )
+
+    def _from_broadcasts(self, source: DistributedSource, update: Update) -> Batches:
+        return one_batch(receive(source, self._groups, self.layouts, self._device, update.check))
+
+    def _from_gpu_memory(self, source: GPUMemorySource, update: Update) -> Batches:
+        return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
+
+    def _from_ipc(self, source: IPCSource, update: Update) -> Batches:
+        return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
