@@ -41,7 +41,6 @@ from sglang_inflight.scheduler.update.checks.loader_reads import (
     find_refreshed,
 )
 from sglang_inflight.scheduler.update.checks.stageable import (
-    device_of,
     why_laid_out_anew,
     why_not_loaded,
     why_not_shadowed,
@@ -399,10 +398,6 @@ class ShadowedModel:
         self.findings.note_commit(False if rolls_back else self._writes_checkpoint)
         if not rolls_back:
             self._writes_checkpoint = None
-
-    @property
-    def _live_device(self) -> torch.device:
-        return device_of(self.runner.model)
 
     @property
     def _ties_head(self) -> bool:

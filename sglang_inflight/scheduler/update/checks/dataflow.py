@@ -217,7 +217,7 @@ class Dataflow(TorchDispatchMode):
         is_received = self._is_copy_of_received(func, read)
         if self._recorder is not None:
             in_place = written_tensors if _reads_itself(func) else []
-            reads = [t for t in read if self._is_weight(t)]
+            reads = [t for t in read if self._is_weight(t) and not _reads_shapes(func)]
             reads += [t for t in in_place if self._is(Kind.WEIGHT, t)]
             for tensor in reads:
                 self._recorder.read(tensor)
@@ -357,6 +357,13 @@ def _reads_itself(func: Any) -> bool:
     """Return whether an operation computes each element that it writes from that element."""
     sets_anew = func._schema.name in OVERWRITES or "out" in func._overloadname
     return _sets_all(func) and not sets_anew
+
+
+@functools.cache
+def _reads_shapes(func: Any) -> bool:
+    """Return whether an operation reads shapes and dtypes of its arguments alone."""
+    name: str = func._schema.name
+    return func.namespace == "aten" and (name.endswith("_like") or name.startswith("aten::new_"))
 
 
 @functools.cache
