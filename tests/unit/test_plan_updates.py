@@ -16,13 +16,14 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import AskedDigests, DiskSource
-from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.plans import audit, remembered, replay
 from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import kinds_of, record
+from sglang_inflight.scheduler.update.plans.record import Kind, kinds_of, record
 from sglang_inflight.scheduler.update.plans.remembered import recall, remember
 from sglang_inflight.scheduler.update.rate import UNPACED
+from sglang_inflight.scheduler.update.shadow import weights_of
+from sglang_inflight.scheduler.update.sources import reading
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place
@@ -327,6 +328,23 @@ def test_sparse_elements_go_where_their_whole_tensor_would(
     assert_serves(model, expected)
 
 
+def test_parts_of_tensors_are_written_in_place() -> None:
+    model = fresh(tensors(0))
+    rank = rank_of(StagingMode.OFF, model)
+    kinds = {n: Kind(tuple(t.shape), t.dtype) for n, t in tensors(0).items()}
+    rank.shadowed.findings.plan = Plan.of(record(model, kinds), kinds, dict(weights_of(model)))
+    at = torch.tensor([3, 1])
+    new = torch.tensor([1.0, 5.0], dtype=DTYPE)
+    with pytest.raises(Refused, match="send whole tensors decay"):
+        rank.update({"decay.indices": at, "decay.values": new}, partial=True, load_format="sparse")
+    assert rank.writes == 0
+    rank.update({"gate.indices": at, "gate.values": new}, partial=True, load_format="sparse")
+    assert rank.writes
+    expected = tensors(0)
+    expected["gate"].view(-1)[at] = new
+    assert_serves(model, fresh(expected))
+
+
 @STAGED
 def test_sparse_tensor_in_two_calls_ends_as_the_second(mode: StagingMode) -> None:
     model = fresh(tensors(0))
@@ -547,7 +565,7 @@ class OnDisk:
         shapes = {name: t.shape for name, t in {**both_stages(0), **(ties or {})}.items()}
         ties_head = ties is not None
         self.rank = Rank(mode, self.model, checkpoint_shapes=shapes, ties_head=ties_head)
-        monkeypatch.setattr(jobs, "read_disk", self._read)
+        monkeypatch.setattr(reading, "read_disk", self._read)
 
     def update(self, tensors: Tensors, digests: AskedDigests | None = None) -> None:
         save_file(tensors, self.folder / "model.safetensors")

@@ -9,16 +9,67 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from torch import nn
 
+from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Number, Place, tensors_of
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
-from sglang_inflight.scheduler.update.swap import NumberSwap
-from sglang_inflight.scheduler.update.weight import Weight
+from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap
+from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
+from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
 
 Places = dict[Place, torch.Tensor]
+
+
+class _Live:
+    """The form of an update in place: elements go into the served weights."""
+
+    def __init__(self, before_write: Callable[[], None]) -> None:
+        self._before_write = before_write
+
+    def hold(self, weight: Weight) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def expect(self, weight: Weight, *, keeps: bool) -> None:
+        pass
+
+    def move(self, moved: Sequence[Moved]) -> None:
+        self._before_write()
+        for weight, box, of in moved:
+            box.view(weight.live.data).copy_(of)
+
+    def patch(self, patch: Patch, *, again: bool = False) -> None:
+        self._before_write()
+        live = patch.weight.live
+        new = patch.values.to(live.device, live.dtype)
+        bits_of(live).index_copy_(0, patch.at.to(live.device), bits_of(new))
+
+    def put(self, weight: Weight, new: torch.Tensor) -> None:
+        self._before_write()
+        weight.live.data.copy_(new)
+
+    def forget(self, weight: Weight, start: int, end: int) -> None:
+        pass
+
+    def fill(self, weight: Weight, memory: torch.Tensor) -> None:
+        memory.copy_(weight.live.data)
+
+    def read(self, digest: Digest, name: str, weight: Weight) -> Iterator[torch.Tensor]:
+        return digest.read(name, weight.live)
+
+    def prepare(
+        self, weights: Sequence[Weight], numbers: Sequence[NumberSwap] = ()
+    ) -> PreparedSwap:
+        return PreparedSwap()
+
+    def describe(self) -> StagedChanges:
+        return StagedChanges(form="off")
 
 
 class InPlaceModel:
@@ -60,6 +111,7 @@ class InPlaceModel:
         self._on_write = on_write
         self._on_finish = on_finish
         self.numbers: list[NumberSwap] = []
+        self.form = _Live(self._before_write)
         # written, and not finished
         self.is_open = False
         # written since the update's begin
@@ -162,10 +214,12 @@ class InPlaceModel:
         return ""
 
     def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
+        self.form.put(weight, new)
+
+    def _before_write(self) -> None:
         self.announce()
         self._on_write()
         self.open()
-        weight.live.data.copy_(new)
 
     def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
         if numbers:

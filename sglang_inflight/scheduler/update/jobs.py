@@ -204,6 +204,9 @@ class Jobs:
         models = self._select(staged, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this update")
+        if is_sparse(source) and self._mode_of(update) is StagingMode.OFF:
+            for model in models:
+                model.find_plan_in_place(self._device, update.check, self._rate_limit, self._layout)
         tensors = nbytes = 0
         quantized: Counter[str] = Counter()
         arrivals = Arrivals(digests, self._host_reader, update.check, self._rate_limit)

@@ -10,6 +10,7 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Number
+from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.swap import NumberSwap
 from sglang_inflight.scheduler.update.weight import Weight
@@ -25,6 +26,10 @@ class KindOfModel(Protocol):
     numbers: list[NumberSwap]
     # whether operations of loading may wait for other ranks
     communicates: bool
+
+    @property
+    def form(self) -> Form:
+        """How elements are staged, or written."""
 
     @property
     def model(self) -> nn.Module:

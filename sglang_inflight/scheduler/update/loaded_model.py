@@ -54,7 +54,7 @@ class LoadedModel:
     ) -> None:
         """The arguments are those of ``Scratch``. Raises ``Refused`` for weights in one memory."""
         refuse_shared_memory(live)
-        self._form = form
+        self.form = form
         self._rate_limit = rate_limit
         self._check_finite = check_finite
         self._scratch = Scratch(live, foreign, form, rate_limit, budget, check_finite=check_finite)
@@ -134,8 +134,8 @@ class LoadedModel:
             ):
                 raise stray_refusal(name)
             weight = Weight(name, live)
-            self._form.expect(weight, keeps=True)
-            self._form.put(weight, own)
+            self.form.expect(weight, keeps=True)
+            self.form.put(weight, own)
             self.derived.append(weight)
 
     def unwritten(self, name: str) -> int:
@@ -145,7 +145,7 @@ class LoadedModel:
         return ""
 
     def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
-        self._form.put(weight, new)
+        self.form.put(weight, new)
         self._scratch.note_whole(weight.name)
 
     def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:

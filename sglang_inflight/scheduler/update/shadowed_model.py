@@ -156,6 +156,10 @@ class ShadowedModel:
             return
         self._form, self._rate_limit = form, rate_limit
         model = self.runner.model
+        memory, ids = memory_of(owners), {id(w) for o in owners for _, w in weights_of(o)}
+        self._foreign = frozenset(
+            name for name, w in weights_of(model) if id(w) in ids or memory_key(w) in memory
+        )
         if form is None:
             self._kind = InPlaceModel(
                 model,
@@ -181,10 +185,6 @@ class ShadowedModel:
                 check_finite=check_finite,
             )
         else:
-            memory, ids = memory_of(owners), {id(w) for o in owners for _, w in weights_of(o)}
-            self._foreign = frozenset(
-                name for name, w in weights_of(model) if id(w) in ids or memory_key(w) in memory
-            )
             self._kind = LoadedModel(
                 model, self._foreign, form, rate_limit, scratch_bytes, check_finite=check_finite
             )
@@ -321,6 +321,7 @@ class ShadowedModel:
         self.kind.begin(self._replay, is_partial=is_partial)
 
     def _make_replay(self, plan: Plan, form: Form) -> Replay:
+        # a finished model's weights that another one owns are not among its own
         weights = {weight.name: weight for weight in self.kind.weights}
         planned = frozenset(plan.writers)
         plan = plan.without(self._foreign | (planned - weights.keys()))
@@ -457,7 +458,7 @@ class ShadowedModel:
         if is_sparse(source):
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
             found = pair_up(weights, self.findings.checkpoint_shapes, said)
-            self._take_sparse(found, replay, checks)
+            self._take_sparse(found, replay or self._replay_in_place(check_finite), checks)
             return checks
         self._checks = checks
         weights = checks.count(weights)
@@ -514,6 +515,29 @@ class ShadowedModel:
                 checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
             else:
                 checks.unpatched |= self._together(sparse.name)
+
+    def find_plan_in_place(
+        self,
+        device: torch.device,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+        layout: Mapping[str, str],
+    ) -> None:
+        """Find the plan by which parts of tensors are written in place: ``Findings.find_plan``.
+
+        A model that SGLang has finished takes none.
+        """
+        if why_not_shadowed(self.runner.model) is None:
+            self.findings.find_plan(device, check, rate_limit, layout)
+
+    def _replay_in_place(self, check_finite: bool) -> Replay | None:
+        plan = self.findings.plan
+        if self._form is not None or plan is None or self.findings.finishes:
+            return None
+        replay = self._make_replay(plan, self.kind.form)
+        replay.begin()
+        replay.begin_call(check_finite=check_finite)
+        return replay
 
     def _together(self, name: str) -> Set[str]:
         """Return the names of the tensors that are loaded only together with one of that name."""

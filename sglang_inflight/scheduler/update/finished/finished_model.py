@@ -59,7 +59,7 @@ class FinishedModel:
         """
         self._live = live
         self._recipe = recipe
-        self._form = form
+        self.form = form
         self._device = device
         self._rate_limit = rate_limit
         self._check_finite = check_finite
@@ -195,7 +195,7 @@ class FinishedModel:
                 )
             within = self._within[place]
             if within == place:
-                self._form.put(self._weights[place], tensor)
+                self.form.put(self._weights[place], tensor)
                 self._taken.add(place)
             elif _offset(tensor, made.tensors.get(within)) != _offset(
                 live, self._live_tensors[within]
