@@ -215,10 +215,8 @@ def test_changes_of_a_trainer_are_served_exactly(
     assert sent.receipt is not None
     digests = [rank.digest for rank in sent.receipt.ranks]
     expect_all_go_on(running)
-    # not finished: its loader computes with the norm that changes
-    comes_whole = kind.model is gemma
-    assert ("changes were refused" in caplog.text) == comes_whole
-    assert (sent.receipt.tensors == len(kind.model.tensors(0))) == comes_whole
+    assert "changes were refused" not in caplog.text
+    assert sent.receipt.tensors < len(kind.model.tensors(0))
     whole = body_of(kind, kind.model.tensors(3), partial=False, **LIVE)
     receipt = succeed(server.post(TENSOR, whole))
     assert [rank["digest"] for rank in receipt["ranks"]] == digests

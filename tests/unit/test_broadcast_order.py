@@ -49,6 +49,7 @@ class Rank(ManualWorker):
         self.received: list[int] = []
         self.groups = Groups(60.0, CPU)
         self.layouts = CallLayouts()
+        self.reader = SimpleNamespace(layouts=self.layouts)
         pg: Any = self
         self.group = self.groups._groups[NAME] = Group(NAME, Formed(pg, HashStore()))
         none: Any = None

@@ -96,12 +96,9 @@ class Plan:
         return [tuple(names) for unit, names in sets.items() if unit not in others]
 
     def unit_of(self, name: str) -> set[str]:
-        """Return the names of the tensors that the loader takes only together with ``name``."""
-        if name not in self.together:
+        """Return the names of the tensors that the loader has held for each other with ``name``."""
+        if (unit := self.together.get(name)) is None:
             return {name}
-        unit = self.together[name]
-        if unit is None:
-            return {*self.kinds}
         return {name} | {other for other, its in self.together.items() if its == unit}
 
     def ways(self, *, finishes: bool) -> Ways:

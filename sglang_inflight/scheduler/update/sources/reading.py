@@ -62,7 +62,7 @@ class Reader:
     """The sources of one rank. The staging thread owns it, but for ``stop_reading``."""
 
     def __init__(self, groups: Groups, device: torch.device, rate_limit: RateLimit) -> None:
-        # of calls' tensors
+        # those of the tensors in calls
         self.layouts = CallLayouts()
         self._groups = groups
         self._device = device
