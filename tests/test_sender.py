@@ -77,7 +77,7 @@ def test_sender_changes_no_token_before_the_version_is_whole(
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What buckets' calls bring, as they are sent: "lists" or "digest". Short layouts count."""
+    """Each bucket's call as it is sent: "lists" or "digest". Short layouts count."""
     sent: list[str] = []
     send = AsyncClient._send_once
 

@@ -1,4 +1,4 @@
-"""What a loader writes to scratch memory is staged as changes, and an exchange undoes itself."""
+"""Scratch memory that a loader writes is staged as changes, and an exchange undoes itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out once of a model: how its tensors come into what is served.
+"""Findings: how a model's tensors come into its served weights, found out once.
 
     recipe    how SGLang's finishing makes the served tensors, for a model that is finished
     plan      where each tensor's elements go

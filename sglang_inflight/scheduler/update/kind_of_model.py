@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.weight import Weight
 
 
 class KindOfModel(Protocol):
-    """What the tensors of an update are loaded into. Used on the staging thread.
+    """A model into which an update's tensors are loaded. Used on the staging thread.
 
     ``LoadedModel``, ``FinishedModel`` and ``InPlaceModel`` are the kinds.
     """

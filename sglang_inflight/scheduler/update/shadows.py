@@ -1,4 +1,4 @@
-"""What the updates of a rank's models are staged in."""
+"""The form of staging of a rank, and its models."""
 
 from __future__ import annotations
 
