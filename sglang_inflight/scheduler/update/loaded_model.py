@@ -59,7 +59,6 @@ class LoadedModel:
         self._check_finite = check_finite
         self._scratch = Scratch(live, foreign, form, rate_limit, budget, check_finite=check_finite)
         self._shadow = self._scratch.shadow
-        self._replay: Replay | None = None
         self._is_restored = False
         self._derives = derives(live)
         self.derived: list[Weight] = []
@@ -86,7 +85,6 @@ class LoadedModel:
         return self._shadow.targets()
 
     def begin(self, replay: Replay | None, *, is_partial: bool) -> None:
-        self._replay = replay
         self._is_restored = False
         self.derived.clear()
         self._scratch.begin(replay, keeps=is_partial)
