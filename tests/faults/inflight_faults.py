@@ -44,6 +44,7 @@ def install() -> None:
     faulty: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (Jobs.fill, first),
         (Jobs.take_in, middle),
+        (Jobs.take_bulk, one_by_one),
         (Jobs.seal, vote),
         (Boundary.flush, flush),
         (PageSaver.pause, saver),
@@ -80,6 +81,12 @@ def middle(take_in: Callable[..., Pairs], jobs: Any, update: Any, weights: Pairs
         if index == MIDDLE and fail("middle", update):
             yield name, tensor.new_zeros([*tensor.shape, 3])
         yield name, tensor
+
+
+def one_by_one(take_bulk: Callable[..., Any], *args: Any) -> Any:
+    """Leave the tensors to ``middle``, if it is to fail."""
+    stretch = args[-2]
+    return take_bulk(*args) if wanted("middle") is None else range(len(stretch.names))
 
 
 def vote(seal: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:

@@ -162,7 +162,7 @@ class Rank:
     def fill(self, update: Update, call: Tensors, load_format: str | None = None) -> None:
         source: Any = tensor_source(load_format)
         sent = {name: tensor.clone() for name, tensor in call.items()}
-        self._jobs.reader.read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+        self._jobs.reader.read_once = lambda source, update, take: one_batch(  # type: ignore[method-assign]
             pair for pair in sent.items()
         )
         self._jobs.fill(update, source, None)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from sglang_inflight.messages import FLATTENED_BUCKET, DistributedSource, TensorSource
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.sources import broadcast, call_layouts, tensors
+from sglang_inflight.scheduler.update.sources import broadcast, call_layouts, stretch, tensors
 from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
+from sglang_inflight.scheduler.update.sources.stretch import take_none
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.layouts import layout_digest, layout_parts
 
@@ -72,7 +73,7 @@ def received(sent: Named, fields: dict[str, Any], layouts: CallLayouts) -> Named
     found: Named = []
     for buffer, content in broadcast.expect(source, layouts, CPU):
         buffer.copy_(flat_of(sent))
-        found += content
+        found += content(take_none)
     return found
 
 
@@ -83,11 +84,12 @@ def expect_equal(found: Named, sent: Named) -> None:
         assert torch.equal(ours, theirs)
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=60), st.integers(min_value=1, max_value=8))
-def test_kept_layout_gives_the_tensors_of_a_whole_one(count: int, cut: int) -> None:
+def test_kept_layout_gives_the_tensors_of_a_whole_one(count: int, most: int) -> None:
     sent, layouts = named(count), CallLayouts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_layouts, "_CUT", cut)
+        patch.setattr(stretch, "MOST_TENSORS", most)
         for fields in (describe(sent), new(sent), known(sent), known(sent)):
             expect_equal(received(sent, fields, layouts), sent)
 
@@ -106,7 +108,8 @@ def test_kept_layout_describes_broadcasts_of_single_tensors() -> None:
     layouts.take_in(source_of(new(sent)))
     source = DistributedSource(group_name="g", **known(sent))
     for each, (name, tensor) in zip(broadcast.expect(source, layouts, CPU), sent, strict=True):
-        buffer, [(found, received)] = each
+        buffer, content = each
+        [(found, received)] = content(take_none)
         assert (found, buffer.shape, buffer.dtype) == (name, tensor.shape, tensor.dtype)
         assert received is buffer
 

@@ -15,7 +15,11 @@ from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers
-from sglang_inflight.scheduler.update.sources.safetensors_file import SafetensorsFile
+from sglang_inflight.scheduler.update.sources.safetensors_file import (
+    Indexes,
+    SafetensorsFile,
+    Wanted,
+)
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import resident as memory
 from tests.support.open_files import open_files
@@ -91,7 +95,7 @@ def test_tensors_that_nobody_wants_are_described_and_not_read(
     def count(file: SafetensorsFile, view: memoryview, start: int) -> int:
         nonlocal asked
         # none of its header
-        asked += len(view) if "places" in vars(file) else 0
+        asked += len(view) if "index" in vars(file) else 0
         return read_into(file, view, start)
 
     monkeypatch.setattr(SafetensorsFile, "read_into", count)
@@ -103,7 +107,7 @@ def test_tensors_that_nobody_wants_are_described_and_not_read(
                 [str(tmp_path / f"{at}.safetensors") for at in range(2)],
                 thread,
                 UNPACED,
-                wants=lambda place: place.name in wanted,
+                wants=Wanted(lambda place: place.name in wanted),
             )
         }
     assert found.keys() == everything.keys()
@@ -190,9 +194,9 @@ def test_headers_together_are_limited(
     opened: list[str] = []
 
     class Opened(SafetensorsFile):
-        def __init__(self, path: str, name: str) -> None:
+        def __init__(self, path: str, name: str, indexes: Indexes | None) -> None:
             opened.append(name)
-            super().__init__(path, name)
+            super().__init__(path, name, indexes)
 
     monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Opened)
     monkeypatch.setattr(checkpoint_files, "_MOST_HEADERS_BYTES", 3000)

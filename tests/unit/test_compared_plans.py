@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.changes.encoding import PIECE, bits_of, put_into
-from sglang_inflight.scheduler.update.plans.compare import Copy, compare
+from sglang_inflight.scheduler.update.changes.encoding import PIECE, Part, bits_of, put_into
+from sglang_inflight.scheduler.update.plans.compare import compare
+from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.weight import Weight
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
+class Copy(NamedTuple):
+    weight: Weight
+    to: torch.Tensor
+    of: torch.Tensor
+
+
 def copy_into(weights: Tensors, name: str, to: torch.Tensor, of: torch.Tensor) -> Copy:
     return Copy(Weight(name, weights[name]), to, of)
+
+
+def found_in(copies: list[Copy]) -> list[tuple[Weight, Part]]:
+    boxes = []
+    for weight, to, _ in copies:
+        start = to.storage_offset() - weight.live.storage_offset()
+        boxes.append((weight, Box(int(start), tuple(to.shape), tuple(to.stride()))))
+    return [*compare(Targets(boxes), [copy.of.reshape(-1) for copy in copies], CPU)]
 
 
 def apply(copies: list[Copy], weights: Tensors) -> Tensors:
     """Return the weights after the exchange of what ``compare`` finds."""
     changed = {name: weight.clone() for name, weight in weights.items()}
     seen = {name: torch.zeros(weight.numel(), dtype=torch.int8) for name, weight in weights.items()}
-    for weight, part in compare(copies, CPU):
+    for weight, part in found_in(copies):
         put_into(part, bits_of(changed[weight.name]))
         seen[weight.name][part.start + part.positions()] += 1
     assert all(int(count.max()) <= 1 for count in seen.values())
@@ -73,7 +91,7 @@ def test_exchange_of_what_is_found_gives_what_the_copies_give(
     for name in weights:
         assert torch.equal(bits_of(found[name]), bits_of(expected[name])), name
     if not share:
-        assert not list(compare(copies, CPU))
+        assert not found_in(copies)
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -85,7 +103,7 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
         copy_into(weights, "w1", weights["w1"], -weights["w1"]),
         copy_into(weights, "w0", weights["w0"], new),
     ]
-    parts = list(compare(copies, CPU))
+    parts = found_in(copies)
     assert all(part.length <= PIECE for _, part in parts)
     assert sum(part.changed for _, part in parts) == len(new[::step]) + 9
     found = apply(copies, weights)
@@ -96,5 +114,5 @@ def test_changes_in_a_large_weight_come_in_pieces(step: int) -> None:
 def test_bits_count_and_not_values() -> None:
     weights = {"w": torch.tensor([0.0, torch.nan, 1.0])}
     copies = [copy_into(weights, "w", weights["w"], torch.tensor([-0.0, torch.nan, 1.0]))]
-    ((_, part),) = compare(copies, CPU)
+    ((_, part),) = found_in(copies)
     assert part.changed == 1

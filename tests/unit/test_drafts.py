@@ -92,7 +92,7 @@ class Rank:
         update = Update(call, base_version="", needs=needs)
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
         for selector, weights in pieces:
-            self._jobs.reader.read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+            self._jobs.reader.read_once = lambda source, update, take: one_batch(  # type: ignore[method-assign]
                 pair
                 for pair in weights.items()  # noqa: B023
             )

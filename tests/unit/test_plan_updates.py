@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources import reading
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
-from sglang_inflight.scheduler.update.sources.safetensors_file import Place
+from sglang_inflight.scheduler.update.sources.safetensors_file import Indexes, Wanted
+from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
 from tests.unit.test_load_plans import NAMES, SHAPE, Random, checkpoint
@@ -577,15 +578,26 @@ class OnDisk:
         self.rank.seal(update)
         self.rank.commit(update)
 
-    def _read(self, source: DiskSource, runner: Any, *, wants: Any, **how: Any) -> Iterator[Any]:
-        def noting(place: Place) -> bool:
-            if is_wanted := wants is None or wants(place):
-                self.read.add(place.name)
-            return is_wanted
+    def _read(
+        self,
+        source: DiskSource,
+        runner: Any,
+        *,
+        wants: Wanted,
+        take: Take,
+        indexes: Indexes,
+        **how: Any,
+    ) -> Iterator[Any]:
+        def noting(stretch: Stretch, row: torch.Tensor | None) -> Sequence[int]:
+            if row is not None:
+                self.read |= {*stretch.names}
+            return take(stretch, row)
 
         path = f"{source.model_path}/model.safetensors"
         with AbandonableThread(lambda: None) as thread:
-            yield from read_safetensors([path], thread, UNPACED, wants=noting)
+            yield from read_safetensors(
+                [path], thread, UNPACED, wants=wants, take=noting, indexes=indexes
+            )
 
 
 def both_stages(seed: int) -> Tensors:

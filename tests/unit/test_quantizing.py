@@ -321,7 +321,7 @@ class Rank:
         answers = []
         for call in calls:
             sent = {name: tensor.clone() for name, tensor in call.items()}
-            self._jobs.reader.read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+            self._jobs.reader.read_once = lambda source, update, take: one_batch(  # type: ignore[method-assign]
                 pair
                 for pair in sent.items()  # noqa: B023
             )

@@ -14,15 +14,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from sglang_inflight.scheduler.update.sources import stretch
 from sglang_inflight.scheduler.update.sources.batches import Packed
-from sglang_inflight.scheduler.update.sources.safetensors_file import _DTYPES, SafetensorsFile
+from sglang_inflight.scheduler.update.sources.safetensors_file import (
+    _DTYPES,
+    EVERYTHING,
+    Indexes,
+    SafetensorsFile,
+    Wanted,
+)
 from sglang_inflight.vocabulary.errors import Refused
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     with closing(SafetensorsFile(str(path), path.name)) as file:
         content = torch.frombuffer(bytearray(file.read(file.size, 0)), dtype=torch.uint8)
-        return {place.name: place.of(Packed(content), 0) for place in file.places}
+        packed = Packed(content)
+        return {
+            place.name: packed.view_or_copy(place.start, place.end, place.dtype, place.shape)
+            for place in file.places
+        }
 
 
 def write(path: Path, header: Any, content: bytes = b"") -> Path:
@@ -62,15 +73,43 @@ def test_every_dtype_is_read_like_the_library(tmp_path: Path) -> None:
             )
 
 
-def test_batches_have_neighbours_among_the_wanted_tensors(tmp_path: Path) -> None:
+def test_stretches_have_neighbours_among_the_wanted_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     header = {name: entry(at, at + 1) for at, name in enumerate("abcdef")}
     path = write(tmp_path / "x", header, b"012345")
+    monkeypatch.setattr(stretch, "MOST_BYTES", 2)
     with closing(SafetensorsFile(str(path), "x")) as file:
-        wanted = [
-            [p.name for p in b] for b in file.batches(2, lambda place: place.name not in "ce")
-        ]
-        assert wanted == [["a", "b"], ["d"], ["f"]]
-        assert [len(batch) for batch in file.batches(4)] == [4, 2]
+        chosen = file.index.choose(Wanted(lambda place: place.name not in "ce"))
+        wanted = [(s.names, start - file.start, s.nbytes) for s, start in chosen.wanted]
+        assert wanted == [(["a", "b"], 0, 2), (["d"], 3, 1), (["f"], 5, 1)]
+        assert [s.names for s in chosen.others] == [["c", "e"]]
+        assert [len(s.names) for s, _ in file.index.choose(EVERYTHING).wanted] == [2, 2, 2]
+
+
+def test_header_of_an_earlier_file_is_not_parsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexes = Indexes()
+
+    def opened(name: str, header: Any, content: bytes) -> Any:
+        path = write(tmp_path / name, header, content)
+        with closing(SafetensorsFile(str(path), name, indexes)) as file:
+            indexes.keep([file])
+            return file.index
+
+    header = {"a": entry(0, 4), "b": entry(4, 8)}
+    first = opened("x", header, bytes(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsFile, "_parse", None)
+        assert opened("y", header, bytes(range(8))) is first
+    other = opened("z", {"b": entry(0, 4), "a": entry(4, 8)}, bytes(8))
+    assert [place.name for place in other.places] == ["b", "a"]
+    # a file that was cut short has the header of a whole one
+    indexes.keep([])
+    opened("x", header, bytes(8))
+    with pytest.raises(Refused, match="it should have"):
+        opened("cut", header, bytes(7))
 
 
 def test_unaligned_tensor_is_read(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
 )
 from sglang_inflight.scheduler.update.sources.disk import Folder, check_configuration, read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantized, find_quantized
+from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Wanted
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Proof, Ways
@@ -333,7 +334,7 @@ class Findings:
             refuse_another=functools.partial(self.refuse_another, warn=logger.warning),
             check=check,
             rate_limit=rate_limit,
-            wants=wants,
+            wants=EVERYTHING if wants is None else Wanted(wants),
         )
 
     def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:

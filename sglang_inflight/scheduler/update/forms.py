@@ -11,6 +11,7 @@ from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces, paced
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
@@ -36,6 +37,9 @@ class Form(Protocol):
 
     def move(self, moved: Sequence[Moved]) -> None:
         """Stage elements of expected weights. No element is staged twice, unless forgotten."""
+
+    def move_row(self, targets: Targets, row: torch.Tensor) -> None:
+        """Stage a row of few elements, on any device, as ``move`` does."""
 
     def patch(self, patch: Patch, *, again: bool = False) -> None:
         """Stage some elements of an expected weight. ``again``: some were staged before."""
@@ -118,6 +122,10 @@ class WholeCopies:
             torch._foreach_copy_(to, of)
             self._rate_limit.spend(sum(view.nbytes for view in to))
 
+    def move_row(self, targets: Targets, row: torch.Tensor) -> None:
+        targets.copy([self._touch(weight) for weight in targets.weights], row)
+        self._rate_limit.spend(2 * row.nbytes)
+
     def patch(self, patch: Patch, *, again: bool = False) -> None:
         copy = self._touch(patch.weight)
         new = patch.values.to(copy.device, copy.dtype)
@@ -191,6 +199,9 @@ class Changes:
 
     def move(self, moved: Sequence[Moved]) -> None:
         self._recording.move(moved)
+
+    def move_row(self, targets: Targets, row: torch.Tensor) -> None:
+        self._recording.move_rows(targets, [row])
 
     def patch(self, patch: Patch, *, again: bool = False) -> None:
         if again:

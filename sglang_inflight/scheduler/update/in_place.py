@@ -13,6 +13,7 @@ from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Number, Place, tensors_of
 from sglang_inflight.scheduler.update.plans.replay import Replay
+from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
@@ -43,6 +44,10 @@ class _Live:
         self._before_write()
         for weight, box, of in moved:
             box.view(weight.live.data).copy_(of)
+
+    def move_row(self, targets: Targets, row: torch.Tensor) -> None:
+        self._before_write()
+        targets.copy([weight.live.data for weight in targets.weights], row)
 
     def patch(self, patch: Patch, *, again: bool = False) -> None:
         self._before_write()

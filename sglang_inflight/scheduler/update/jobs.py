@@ -50,6 +50,7 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.reading import Reader
+from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.weight import Weight
@@ -84,7 +85,7 @@ class Jobs:
     In a session of SGLang's own kind no tensor may come at all. Something else has then written
     the live weights by the seal, and the seal reads them as they are.
 
-    Tests inject failures in ``fill``, ``take_in`` or ``seal``.
+    Tests inject failures in ``fill``, ``take_in``, ``take_bulk`` or ``seal``.
     """
 
     def __init__(
@@ -215,7 +216,12 @@ class Jobs:
             arrivals.explaining(),
             closing(
                 self.reader.read_for_each(
-                    models, update, source, arrivals, partial(self._require_base, update)
+                    models,
+                    update,
+                    source,
+                    arrivals,
+                    partial(self._require_base, update),
+                    partial(self.take_bulk, update),
                 )
             ) as loads,
         ):
@@ -302,6 +308,17 @@ class Jobs:
                 update.bytes += tensor.nbytes
             update.tensors += 1
             yield name, tensor
+
+    def take_bulk(
+        self, update: Update, model: ShadowedModel, stretch: Stretch, row: torch.Tensor | None
+    ) -> Sequence[int]:
+        """Offer a stretch of an update to the load plan of ``model``: see ``Take``."""
+        update.check()
+        if (bulk := model.take(stretch, row)) is None:
+            return range(len(stretch.names))
+        update.tensors += len(bulk.names)
+        update.bytes += bulk.nbytes
+        return bulk.left
 
     def seal(self, update: Update, base_digest: str | None) -> Voted:
         """Check the update for completeness. Nothing after the seal can fail.

@@ -66,14 +66,17 @@ from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.loaded_model import Derives, LoadedModel
 from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
+from sglang_inflight.scheduler.update.plans.bulk import Bulk
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer
+from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Wanted
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
 from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
+from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import (
@@ -116,6 +119,8 @@ class ShadowedModel:
         self.on_audit: Callable[[int, int], None] = _count_nothing
         self._kind: KindOfModel | None = None
         self._replay: Replay | None = None
+        # set while a load reads tensors of a checkpoint
+        self._takes_bulk: Replay | None = None
         # names of weights that another model owns
         self._foreign: frozenset[str] = frozenset()
         # what the open update writes: a checkpoint, something else, or nothing (None)
@@ -131,11 +136,33 @@ class ShadowedModel:
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
         self.derived: str | None = None
 
-    def reads(self, stored: StoredPlace) -> bool:
-        """Return whether the open update reads a tensor from a checkpoint on disk."""
-        if self._replay is None or (self._ties_head and may_be_tied(stored.name)):
-            return True
-        return self._replay.needs(stored.name, stored.shape, stored.dtype)
+    @property
+    def wanted(self) -> Wanted:
+        """The stored tensors that the open update reads from a checkpoint on disk."""
+        replay = self._replay
+        if replay is None:
+            return EVERYTHING
+        ties = self._ties_head
+
+        def reads(stored: StoredPlace) -> bool:
+            if ties and may_be_tied(stored.name):
+                return True
+            return replay.needs(stored.name, stored.shape, stored.dtype)
+
+        # what came before is read if it comes again
+        return Wanted(reads, None if replay.has_moved else replay)
+
+    def take(self, stretch: Stretch, row: torch.Tensor | None) -> Bulk | None:
+        """Move the planned tensors of a stretch, as ``Replay.take_bulk`` does.
+
+        Call it while ``load`` reads.
+        """
+        if self._takes_bulk is None or not self._quantizer.takes_bulk:
+            return None
+        if (bulk := self._takes_bulk.take_bulk(stretch, row)) is not None:
+            self._quantizer.note_stored(bulk.names)
+            self._checks.note_bulk(bulk.names, bulk.nbytes)
+        return bulk
 
     def build(
         self,
@@ -461,6 +488,7 @@ class ShadowedModel:
             self._take_sparse(found, replay or self._replay_in_place(check_finite), checks)
             return checks
         self._checks = checks
+        self._takes_bulk = replay
         weights = checks.count(weights)
         if is_checkpoint:
             weights = self._quantizer.quantize(
@@ -503,6 +531,7 @@ class ShadowedModel:
             raise checks.explain(error) from error
         finally:
             del self._checks
+            self._takes_bulk = None
         return checks
 
     def _take_sparse(

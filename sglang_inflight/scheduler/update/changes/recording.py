@@ -6,9 +6,10 @@ as they come, and only the differences are kept (``encoding.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,7 +27,9 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     without_positions,
     without_range,
 )
-from sglang_inflight.scheduler.update.plans.compare import Copy, compare
+from sglang_inflight.scheduler.update.plans.compare import compare
+from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.rate import RateLimit, paced, yield_gil
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.vocabulary.answers import StagedChanges
@@ -119,32 +122,36 @@ class Recording:
 
     def move(self, moved: Sequence[Moved]) -> None:
         """Record moves. No element is recorded twice, unless it was forgotten."""
-        groups: dict[torch.dtype, list[Moved]] = {}
+        groups: dict[tuple[object, ...], list[Moved]] = {}
         for each in moved:
-            groups.setdefault(each.weight.live.dtype, []).append(each)
+            live, of = each.weight.live, each.of
+            groups.setdefault((live.dtype, live.device, of.dtype, of.device), []).append(each)
         for group in groups.values():
-            for batch in self._batches(group):
-                for weight, part in self._compare_moved(batch):
-                    self._add(self._weights[id(weight.live)], part)
-                self._rate_limit.spend(3 * sum(each.to.nbytes for each in batch))
+            boxes: list[tuple[Weight, Box]] = []
+            rows: list[torch.Tensor] = []
+            elements = 0
+            for weight, box, of in paced(group):
+                for part, piece in _pieces(box, of):
+                    if elements + piece.numel() > PIECE:
+                        self.move_rows(Targets(boxes), rows)
+                        boxes, rows, elements = [], [], 0
+                    boxes.append((weight, part))
+                    rows.append(piece.reshape(-1))
+                    elements += piece.numel()
+            if boxes:
+                self.move_rows(Targets(boxes), rows)
 
-    def _batches(self, moved: Iterable[Moved]) -> Iterator[list[Copy]]:
-        """Yield copies to the served weights, at most ``PIECE`` elements at a time."""
-        batch: list[Copy] = []
-        elements = 0
-        for weight, box, of in paced(moved):
-            for to, piece in _pieces(box.view(weight.live.data), of):
-                if elements + to.numel() > PIECE:
-                    yield batch
-                    batch, elements = [], 0
-                batch.append(Copy(weight, to, piece))
-                elements += to.numel()
-        if batch:
-            yield batch
+    def move_rows(self, targets: Targets, rows: Sequence[torch.Tensor]) -> None:
+        """Record rows that are together that of ``targets``, of at most ``PIECE`` elements.
 
-    def _compare_moved(self, batch: Sequence[Copy]) -> list[tuple[Weight, Part]]:
-        device = batch[0].to.device
-        return self._on_device_or_host(device, lambda device: [*compare(batch, device)])
+        They have one dtype and device. No element is recorded twice, unless it was forgotten.
+        """
+        found = self._on_device_or_host(
+            targets.first.device, lambda device: [*compare(targets, rows, device)]
+        )
+        for weight, part in found:
+            self._add(self._weights[id(weight.live)], part)
+        self._rate_limit.spend(3 * sum(row.nbytes for row in rows))
 
     def patch(self, patch: Patch) -> None:
         """Record some elements of a weight. None is recorded twice, unless it was forgotten."""
@@ -302,15 +309,17 @@ def _pinned(part: Part) -> int:
     return pinned_bytes(part.values) + (0 if part.offsets is None else pinned_bytes(part.offsets))
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield the same rows of ``tensors``, of one shape, at most ``PIECE`` elements at a time."""
-    first = tensors[0]
-    if first.numel() <= PIECE:
-        yield tensors
+def _pieces(box: Box, of: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the same rows of ``box`` and of ``of``, of its shape, at most ``PIECE`` elements."""
+    if of.numel() <= PIECE:
+        yield box, of
         return
-    if len(first) == 1:
-        yield from _pieces(*(tensor[0] for tensor in tensors))
-        return
-    rows = max(1, PIECE // (first.numel() // len(first)))
-    for piece in zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True):
-        yield from _pieces(*piece)
+    (size, *sizes), (stride, *strides) = box.sizes, box.strides
+    rows = max(1, PIECE // math.prod(sizes))
+    for start in range(0, size, rows):
+        part = of[start : start + rows]
+        begin = box.offset + start * stride
+        if len(part) == 1:
+            yield from _pieces(Box(begin, tuple(sizes), tuple(strides)), part[0])
+        else:
+            yield Box(begin, (len(part), *sizes), box.strides), part

@@ -174,6 +174,12 @@ class TensorChecks:
         if self._tied is not None:
             self._tied.receive(name, tensor)
 
+    def note_bulk(self, names: frozenset[str], nbytes: int) -> None:
+        """Note tensors of ``nbytes`` together that a load plan takes, and none may be tied."""
+        self.tensors += len(names)
+        self.bytes += nbytes
+        self.names |= names
+
     def note_patched(self, name: str, nbytes: int) -> None:
         """Note a sparse tensor of ``nbytes`` that goes past the model's loader."""
         self.tensors += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import nn
@@ -80,6 +80,9 @@ class Audit:
 
     def wants(self, name: str) -> bool:
         return name in self._wanted
+
+    def wanted_of(self, names: Set[str]) -> Set[str]:
+        return self._wanted.keys() & names
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a copy of a planned tensor until ``run``."""

@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
+from sglang_inflight.scheduler.update.checks.tensors import FLOATS
 from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
@@ -85,6 +86,13 @@ class Plan:
     def needed(self) -> frozenset[str]:
         """Names of the planned tensors without which planned weights are not whole."""
         return frozenset(name for name, planned in self.moves.items() if planned)
+
+    def is_as_planned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return whether the moves of ``name`` are those of such a tensor."""
+        planned = self.kinds[name]
+        if shape != planned.shape:
+            return False
+        return dtype == planned.dtype or (dtype in FLOATS and planned.dtype in FLOATS)
 
     def units(self) -> list[tuple[str, ...]]:
         """Return the planned tensors in the sets that the loader can take without all others."""

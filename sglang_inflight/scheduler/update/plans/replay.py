@@ -1,5 +1,6 @@
 """Moves the tensors of an update to where the plan of their model says.
 
+    bulk       the tensors of a layout that comes again are moved at once (``bulk.py``)
     take       a tensor of the plan waits in a batch
     flush      the batch is checked, and moved at once by the form of the update
     leave      the model's loader is about to write a weight of the plan, for a tensor that is in no
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +21,7 @@ from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.plans.audit import Audit
+from sglang_inflight.scheduler.update.plans.bulk import Bulk
 from sglang_inflight.scheduler.update.plans.moves import (
     Box,
     can_locate,
@@ -29,6 +32,7 @@ from sglang_inflight.scheduler.update.plans.plan import Plan, cast
 from sglang_inflight.scheduler.update.plans.recorder import Planned
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.sparse import Sparse
+from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
@@ -67,6 +71,8 @@ class Replay:
         # weights that the loader writes in this update
         self._loaders: set[str] = set()
         self._check_finite = False
+        # gone with their stretches
+        self._bulks: WeakKeyDictionary[Stretch, Bulk] = WeakKeyDictionary()
         # each as a row; tensors that came before wait apart
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._again: list[tuple[str, torch.Tensor]] = []
@@ -114,7 +120,7 @@ class Replay:
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Return False if ``take`` uses nothing of such a tensor, as of one of another rank."""
         moves = self._plan.moves.get(name)
-        return moves != () or name in self._came or not self._is_as_planned(name, shape, dtype)
+        return moves != () or name in self._came or not self._plan.is_as_planned(name, shape, dtype)
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Move a tensor, at the latest in ``flush``. Return False if it goes by the loader.
@@ -124,7 +130,7 @@ class Replay:
         counts.
         """
         moves = self._plan.moves.get(name)
-        if moves is None or not self._is_as_planned(name, tensor.shape, tensor.dtype):
+        if moves is None or not self._plan.is_as_planned(name, tensor.shape, tensor.dtype):
             return False
         if self._loaders and any(each.place in self._loaders for each in moves):
             return False
@@ -145,6 +151,34 @@ class Replay:
         elif size and not tensor.is_meta:
             self._check([(name, tensor.reshape(-1))])
         return True
+
+    def take_bulk(self, stretch: Stretch, row: torch.Tensor | None) -> Bulk | None:
+        """Move a stretch of tensors, less those that go one by one.
+
+        ``row``: a row of uint8 with the stretch's bytes, or None where ``needs`` is False for each.
+        Return None if all go one by one.
+        """
+        bulk = self._bulks.get(stretch)
+        if bulk is None:
+            bulk = self._bulks[stretch] = Bulk(stretch, self._plan, self._weights)
+        is_fresh = self._came.isdisjoint(bulk.names) and self._loaders.isdisjoint(bulk.places)
+        if not bulk.names or not is_fresh or (row is None and bulk.places):
+            return None
+        if row is not None:
+            if self._check_finite:
+                largest = [self._largest([floats]) for floats in bulk.floats(row)]
+                if not all(each <= HELD_BY_ALL for each in largest):
+                    # one by one, and the wrong one is refused by its name
+                    return None
+            if wanted := self.audit.wanted_of(bulk.names):
+                those = [at for at, name in enumerate(stretch.names) if name in wanted]
+                for name, tensor in stretch.tensors(row, those):
+                    self.audit.take(name, tensor)
+            self.flush()
+            bulk.move(row, self._form)
+            self._rate_limit.spend(bulk.nbytes)
+        self._came |= bulk.names
+        return bulk
 
     def take_sparse(self, sparse: Sparse) -> bool:
         """Move some elements of a tensor. Return False if no plan says where they go."""
@@ -172,12 +206,6 @@ class Replay:
                     self._form.patch(patch, again=is_again)
                 self._rate_limit.spend(5 * at.nbytes)
         return True
-
-    def _is_as_planned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        planned = self._plan.kinds[name]
-        if shape != planned.shape:
-            return False
-        return dtype == planned.dtype or (dtype in FLOATS and planned.dtype in FLOATS)
 
     def flush(self) -> None:
         """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name."""

@@ -18,11 +18,13 @@ from sglang_inflight.scheduler.update.sources.call_layouts import (
     Layout,
 )
 from sglang_inflight.scheduler.update.sources.groups import Groups
+from sglang_inflight.scheduler.update.sources.stretch import Take, take_none
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.layouts import MOST_LISTED
 
-# the buffer of one broadcast, and the tensors in it once it is received
-Received = tuple[torch.Tensor, Iterable[tuple[str, torch.Tensor]]]
+# The buffer of one broadcast. Once it is received, the other yields its tensors, less those that a
+# load plan takes.
+Received = tuple[torch.Tensor, Callable[[Take], Iterable[tuple[str, torch.Tensor]]]]
 
 
 def receive(
@@ -31,15 +33,19 @@ def receive(
     layouts: CallLayouts,
     device: torch.device,
     check: Callable[[], None],
+    take: Take = take_none,
 ) -> Weights:
-    """Yield tensors as the trainer broadcasts them: in buckets, or one by one."""
+    """Yield tensors as the trainer broadcasts them, in buckets or one by one.
+
+    ``take`` gets the stretches of buckets first.
+    """
     layout = _layout_of(source, layouts)
     group = groups.get(source.group_name)
     expected = _broadcasts(source, layout, group.receives_on(device))
     received = group.receive_each(expected, check, source.transfer_id)
     try:
         for tensors in received:
-            yield from tensors
+            yield from tensors(take)
     except GeneratorExit:
         # a tensor was refused: receive the rest, so the group stays in step
         with suppress(Refused):
@@ -102,14 +108,18 @@ def _broadcasts(
     if source.load_format not in BUCKETS:
         for each in layout.tensors():
             tensor = torch.empty(each.shape, dtype=each.dtype, device=device)
-            yield tensor, [(each.name, tensor)]
+            yield tensor, partial(_alone, each.name, tensor)
         return
     try:
         for bucket in _split(layout, source.bucket_bytes):
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-            yield flat, bucket.named(flat)
+            yield flat, partial(bucket.named, flat)
     except ValueError as error:
         raise Refused(f"not a {source.load_format}: {error}") from error
+
+
+def _alone(name: str, tensor: torch.Tensor, take: Take) -> Iterable[tuple[str, torch.Tensor]]:
+    return [(name, tensor)]
 
 
 def _split(layout: CallLayout, most: int | None) -> Iterator[BucketLayout]:

@@ -2,10 +2,8 @@
 
 A source that sends mere bytes sends the layouts beside them: names, dtypes and shapes.
 
-A bucket is cut by one call of torch for many tensors, which takes 1 µs for each, and a kept bucket
-needs no other Python for a tensor. Receive buffers and their views are not kept. Memory beside the
-weights is for KV, and torch gives a freed buffer to the next bucket anyway. A bucket of large
-tensors has few views.
+A kept bucket needs no Python for a tensor that a load plan moves. Receive buffers are not kept:
+memory beside the weights is for KV, and torch gives a freed buffer to the next bucket anyway.
 """
 
 from __future__ import annotations
@@ -13,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from sglang_inflight.messages import LaidOut
 from sglang_inflight.scheduler.update.rate import paced, yield_gil
+from sglang_inflight.scheduler.update.sources.stretch import (
+    Stretch,
+    Take,
+    rest_of,
+    take_none,
+)
 from sglang_inflight.vocabulary.errors import Refused
-
-# tensors cut by one call of torch, in some 0.2 ms
-_CUT = 256
 
 _lines = msgspec.json.Decoder(tuple[str, str, tuple[int, ...]])
 
@@ -39,75 +40,52 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass
-class Run:
-    """Neighbours of one dtype in a bucket: ``names``, and a tensor of each one's shape in ``like``.
-
-    ``start`` and ``end`` are bytes of the bucket.
-    """
-
-    dtype: torch.dtype
-    start: int
-    end: int
-    names: list[str] = field(default_factory=list)
-    like: list[torch.Tensor] = field(default_factory=list)
-
-    def cut(self, part: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Return the tensors in ``part``, the run's bytes."""
-        flat = part.view(self.dtype)
-        if self.start == self.end:
-            return [flat.view(like.shape) for like in self.like]
-        tensors: Iterable[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, self.like)
-        return tensors
-
-
 class BucketLayout:
     """The tensors of one bucket, side by side. Read-only, so threads may share it."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         """Raises ``ValueError`` if a tensor would begin within an element."""
-        self._runs: list[Run] = []
-        like: dict[tuple[int, ...], torch.Tensor] = {}
+        self._stretches: list[Stretch] = []
+        known: set[tuple[int, ...]] = set()
         end = 0
         for layout in paced(layouts):
             if end % layout.dtype.itemsize:
                 raise ValueError(f"{layout.name} would begin at byte {end}, amid a {layout.dtype}")
             nbytes, shape = layout.nbytes, tuple(layout.shape)
-            run = self._runs[-1] if self._runs else None
-            # torch cuts no empty tensors: they have runs of their own
-            if (
-                run is None
-                or run.dtype is not layout.dtype
-                or len(run.names) == _CUT
-                or (run.start == run.end) != (nbytes == 0)
-            ):
-                run = Run(layout.dtype, end, end)
-                self._runs.append(run)
-            run.names.append(layout.name)
-            run.like.append(like[shape] if shape in like else like.setdefault(shape, _like(shape)))
+            if shape not in known:
+                _require_tensor(shape)
+                known.add(shape)
+            last = self._stretches[-1] if self._stretches else None
+            # a tensor begins at an element of its stretch, too
+            if last is None or not last.has_room_for(nbytes) or last.nbytes % layout.dtype.itemsize:
+                last = Stretch.begin()
+                self._stretches.append(last)
+            last.add(layout.name, layout.dtype, shape, nbytes)
             end += nbytes
-            run.end = end
         self.nbytes = end
 
-    def cut(self, flat: torch.Tensor) -> Iterator[tuple[Run, Iterable[torch.Tensor]]]:
-        """Yield each run with its tensors in ``flat``, a row of ``nbytes`` bytes."""
-        for run in self._runs:
-            yield run, run.cut(flat[run.start : run.end])
+    def rows(self, flat: torch.Tensor) -> Iterator[tuple[Stretch, torch.Tensor]]:
+        """Yield each stretch with its row in ``flat``, which has ``nbytes`` bytes."""
+        start = 0
+        for stretch in self._stretches:
+            yield stretch, flat[start : start + stretch.nbytes]
+            start += stretch.nbytes
             yield_gil()
 
-    def named(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for run, tensors in self.cut(flat):
-            yield from zip(run.names, tensors, strict=True)
+    def named(
+        self, flat: torch.Tensor, take: Take = take_none
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors in ``flat`` that ``take`` leaves over."""
+        for stretch, row in self.rows(flat):
+            yield from rest_of(stretch, row, take)
 
 
-def _like(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of this shape, of one element's memory. Raises ``Refused`` for a huge one."""
+def _require_tensor(shape: tuple[int, ...]) -> None:
+    """Raise ``Refused`` for a shape of which torch makes no tensor."""
     try:
-        like = torch.empty((), dtype=torch.uint8).expand(shape)
-        like.numel()
+        torch.empty((), dtype=torch.uint8).expand(shape).numel()
     except (RuntimeError, TypeError, OverflowError) as error:
         raise Refused(f"shapes holds {[*shape]}: torch makes no such tensor") from error
-    return like
 
 
 @dataclass

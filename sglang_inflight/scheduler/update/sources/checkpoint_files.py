@@ -18,14 +18,20 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from sglang_inflight.scheduler.update.rate import RateLimit, paced
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers, RegularFile, Stream
-from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
+from sglang_inflight.scheduler.update.sources.safetensors_file import (
+    EVERYTHING,
+    Indexes,
+    SafetensorsFile,
+    Wanted,
+)
+from sglang_inflight.scheduler.update.sources.stretch import Take, rest_of, take_none
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
-# Bytes of one read, and of small tensors together. They stay in a cache until they are copied.
+# Bytes of one read. They stay in a cache until they are copied.
 PIECE_BYTES = 4 << 20
 
 # The headers of all files: the tensors of the largest models need 20 MB, and their index as much.
@@ -51,34 +57,36 @@ def read_safetensors(
     rate_limit: RateLimit,
     *,
     forgets_pages: bool = False,
-    wants: Callable[[Place], bool] = lambda place: True,
+    wants: Wanted = EVERYTHING,
+    take: Take = take_none,
+    indexes: Indexes | None = None,
 ) -> Weights:
-    """Yield the tensors of each file, in the file's order.
+    """Yield the tensors of each file, in the file's order, less those that ``take`` takes.
 
     First come those that ``wants`` leaves out, each without memory, as its header describes it. The
-    next batch is read while the caller works on the current one. ``forgets_pages`` asks the
-    kernel to drop a read file from memory.
+    next stretch is read while the caller works on the current one. ``forgets_pages`` asks the
+    kernel to drop a read file from memory. ``indexes`` are used, and keep these files' headers.
     """
-    with _opened_safetensors(paths, thread) as files:
+    with _opened_safetensors(paths, thread, indexes) as files:
         # before the first tensor is used, on which the answers may hang
-        batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES, wants)]
-        wanted = {place.name for _, batch in batches for place in batch}
-        for place in paced(place for file in files for place in file.places):
-            if place.name not in wanted:
-                yield place.name, place.without_memory()
-        buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
+        chosen = [(file, file.index.choose(wants)) for file in files]
+        for _, (_, others) in chosen:
+            for stretch in others:
+                yield from rest_of(stretch, None, take)
+        reads = [(file, *each) for file, (wanted, _) in chosen for each in wanted]
+        buffers = ReadBuffers(max((stretch.nbytes for _, stretch, _ in reads), default=0))
         # a limit for the reading thread, which sleeps by itself
         rate_limit = rate_limit.for_another_thread()
 
         def begin(index: int) -> torch.Tensor | None:
-            if index == len(batches):
+            if index == len(reads):
                 return None
-            file, batch = batches[index]
-            content = buffers.take(max(1, _span(batch)))[: _span(batch)]
-            is_last = index + 1 == len(batches) or batches[index + 1][0] is not file
+            file, stretch, start = reads[index]
+            content = buffers.take(max(1, stretch.nbytes))[: stretch.nbytes]
+            is_last = index + 1 == len(reads) or reads[index + 1][0] is not file
 
             def read() -> None:
-                _read(file, content, batch, rate_limit)
+                _read(file, content, start, rate_limit)
                 if is_last:
                     _finish(file, forgets_pages)
 
@@ -87,32 +95,24 @@ def read_safetensors(
 
         coming = begin(0)
         try:
-            for index, (_, batch) in enumerate(batches):
+            for index, (_, stretch, _) in enumerate(reads):
                 thread.end()
                 content, coming = coming, begin(index + 1)
-                assert content is not None
-                packed = Packed(content)
-                for place in batch:
-                    yield place.name, place.of(packed, batch[0].start)
+                yield from rest_of(stretch, content, take)
                 # a reference would keep the buffer from its next use
-                del content, packed
+                del content
         finally:
             del coming
             buffers.give_back()
 
 
-def _read(
-    file: SafetensorsFile,
-    content: torch.Tensor,
-    batch: list[Place],
-    rate_limit: RateLimit,
-) -> None:
-    """Fill ``content``, a piece at a time, as fast as staging may go.
+def _read(file: SafetensorsFile, content: torch.Tensor, start: int, rate_limit: RateLimit) -> None:
+    """Fill ``content`` from byte ``start`` on, a piece at a time, as fast as staging may go.
 
     A caller that gives up closes the file, and then the next read fails.
     """
     view = content.numpy().data
-    start, done = batch[0].start, 0
+    done = 0
     while done < len(view):
         read = file.read_into(view[done : done + PIECE_BYTES], start + done)
         if not read:
@@ -145,17 +145,19 @@ def read_verified(
             if file.size != one.nbytes:
                 raise Refused(f"{file.name} has {file.size} bytes, not {one.nbytes}")
             check_names({place.name for place in file.places}, file.name)
-        buffers = ReadBuffers(max((_span(file.places) for file in files), default=0))
+        buffers = ReadBuffers(max((file.size - file.start for file in files), default=0))
         rate_limit = rate_limit.for_another_thread()
         contents: list[torch.Tensor] = []
         try:
             for file, one in zip(files, expected, strict=True):
-                contents.append(buffers.take(max(1, _span(file.places)))[: _span(file.places)])
+                nbytes = file.size - file.start
+                contents.append(buffers.take(max(1, nbytes))[:nbytes])
                 thread.do(partial(_read_and_verify, file, contents[-1], one.sha256, rate_limit))
             for file in files:
                 content = Packed(contents.pop(0))
                 for place in sorted(file.places, key=lambda place: place.name):
-                    yield place.name, place.of(content, file.start)
+                    begin, end = place.start - file.start, place.end - file.start
+                    yield place.name, content.view_or_copy(begin, end, place.dtype, place.shape)
         finally:
             contents.clear()
             buffers.give_back()
@@ -165,7 +167,7 @@ def _read_and_verify(
     file: SafetensorsFile, content: torch.Tensor, sha256: str, rate_limit: RateLimit
 ) -> None:
     if file.places:
-        _read(file, content, file.places, rate_limit)
+        _read(file, content, file.start, rate_limit)
         _finish(file, forgets_pages=False)
     digest = file.head_sha256.copy()
     for piece in content.split(PIECE_BYTES):
@@ -197,7 +199,7 @@ def read_pickled(
 
 @contextmanager
 def _opened_safetensors(
-    paths: list[str], thread: AbandonableThread
+    paths: list[str], thread: AbandonableThread, indexes: Indexes | None = None
 ) -> Iterator[list[SafetensorsFile]]:
     """Open the files. What their headers hold together is limited, before all are in memory."""
     seen: dict[str, str] = {}
@@ -213,14 +215,17 @@ def _opened_safetensors(
             )
         _refuse_twice(file.name, (place.name for place in file.places), seen)
 
-    with _opened(paths, SafetensorsFile, thread, look) as files:
+    kind = partial(SafetensorsFile, indexes=indexes)
+    with _opened(paths, kind, thread, look) as files:
+        if indexes is not None:
+            indexes.keep(files)
         yield files
 
 
 @contextmanager
 def _opened(
     paths: list[str],
-    kind: type[F],
+    kind: Callable[[str, str], F],
     thread: AbandonableThread,
     look: Callable[[F], None] = lambda file: None,
 ) -> Iterator[list[F]]:
@@ -242,10 +247,6 @@ def _finish(file: RegularFile, forgets_pages: bool) -> None:
     file.check_unchanged()
     if forgets_pages:
         file.forget_pages()
-
-
-def _span(batch: list[Place]) -> int:
-    return batch[-1].end - batch[0].start if batch else 0
 
 
 def _unpickle(file: RegularFile) -> dict[str, Any]:

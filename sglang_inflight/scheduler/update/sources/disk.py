@@ -38,7 +38,8 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import read_whole
-from sglang_inflight.scheduler.update.sources.safetensors_file import Place
+from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Indexes, Wanted
+from sglang_inflight.scheduler.update.sources.stretch import Take, take_none
 from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
@@ -74,11 +75,14 @@ def read_disk(
     refuse_another: Callable[[Folder], None],
     check: Callable[[], None],
     rate_limit: RateLimit,
-    wants: Callable[[Place], bool] | None = None,
+    wants: Wanted = EVERYTHING,
+    take: Take = take_none,
+    indexes: Indexes | None = None,
 ) -> Weights:
     """Yield a checkpoint's tensors, on the host, file by file.
 
-    ``wants`` says whether a tensor need be read. Others may come without memory.
+    ``wants`` says whether a tensor need be read. Others may come without memory. ``take`` and
+    ``indexes``: see ``read_safetensors``.
 
     ``refuse_another`` gets the folder before its files are chosen, and raises ``Refused`` for
     another model's (``check_configuration``). ``check`` raises when it is time to give up.
@@ -90,9 +94,9 @@ def read_disk(
         with naming(folder):
             thread.do(lambda: refuse_another(folder))
             paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
-            read: Callable[..., Weights] = read_safetensors if is_safetensors else read_pickled
-            if is_safetensors and wants is not None:
-                read = partial(read_safetensors, wants=wants)
+            read: Callable[..., Weights] = read_pickled
+            if is_safetensors:
+                read = partial(read_safetensors, wants=wants, take=take, indexes=indexes)
             forgets = get_model().weight_loader_drop_cache_after_load
             with _prefetched(paths, is_safetensors):
                 yield from read(paths, thread, rate_limit, forgets_pages=forgets)

@@ -145,6 +145,9 @@ class Quantizer:
     def __init__(self, quantized: Mapping[str, Quantized | None]) -> None:
         self._quantized = quantized
         self._weights = {form.scale: name for name, form in quantized.items() if form is not None}
+        # values and scales, which belong together
+        values = {name for name, form in quantized.items() if form is not None}
+        self._parts = frozenset(values | self._weights.keys())
         # this update's weights that came as floats, and the values and scales that came
         self._converted: set[str] = set()
         self._as_stored: set[str] = set()
@@ -188,6 +191,15 @@ class Quantizer:
             else:
                 self._note(name, tensor)
                 yield name, tensor
+
+    @property
+    def takes_bulk(self) -> bool:
+        """Whether ``note_stored`` knows tensors well enough: none has come as floats so far."""
+        return not self._converted
+
+    def note_stored(self, names: frozenset[str]) -> None:
+        """Note tensors that came as they are stored."""
+        self._as_stored |= names & self._parts
 
     def note_patched(self, name: str) -> None:
         """Note some values of a tensor that is stored in a float dtype, as one of scales may be."""

@@ -37,8 +37,9 @@ from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_i
 from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
-from sglang_inflight.scheduler.update.sources.safetensors_file import Place
+from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Indexes, Wanted
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
+from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take, take_none
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.update import Update
 
@@ -51,8 +52,9 @@ class ReadsDisk(Protocol):
     def refuse_another(self, folder: Folder, warn: Callable[[str], None]) -> None:
         """Raise ``Refused`` if ``folder`` has another model's checkpoint."""
 
-    def reads(self, stored: Place) -> bool:
-        """Return whether the open update uses a stored tensor."""
+    @property
+    def wanted(self) -> Wanted:
+        """The stored tensors that the open update uses."""
 
 
 Model = TypeVar("Model", bound=ReadsDisk)
@@ -64,11 +66,13 @@ class Reader:
     def __init__(self, groups: Groups, device: torch.device, rate_limit: RateLimit) -> None:
         # those of the tensors in calls
         self.layouts = CallLayouts()
+        # those of checkpoints on disk
+        self._indexes = Indexes()
         self._groups = groups
         self._device = device
         self._rate_limit = rate_limit
         self._gpu_memory = GPUMemory(device)
-        self._ways: dict[type, Callable[[Any, Update], Batches]] = {
+        self._ways: dict[type, Callable[[Any, Update, Take], Batches]] = {
             TensorSource: self._from_tensors,
             DistributedSource: self._from_broadcasts,
             GPUMemorySource: self._from_gpu_memory,
@@ -86,19 +90,25 @@ class Reader:
         source: LoadedSource,
         arrivals: Arrivals,
         require_base: Callable[[tuple[str, ...]], None],
+        take: Callable[[Model, Stretch, torch.Tensor | None], Sequence[int]],
     ) -> Generator[tuple[Model, Weights], None, None]:
         """Yield each model with the tensors of one loader call, in the order of the calls.
+
+        ``take`` gets a model's stretches first: see ``Take``.
 
         A target and its drafts load the same tensors, but most sources deliver them once.
         ``require_base`` raises ``Conflict`` unless the served weights have one of some digests.
         """
         if isinstance(source, DiskSource):
-            yield from self._from_disk(models, update, source, arrivals)
+            yield from self._from_disk(models, update, source, arrivals, take)
             return
         if isinstance(source, SparseFolderSource):
             batches = self._from_sparse_folder(models, update, source, require_base)
         else:
-            batches = self.read_once(source, update)
+            is_alone = len(models) == 1 and not arrivals.is_asked
+            batches = self.read_once(
+                source, update, partial(take, models[0]) if is_alone else take_none
+            )
         # a custom loader may need all tensors of a call at once, and a sparse tensor both its
         # halves
         is_one = has_custom_loader(source) or is_sparse(source)
@@ -113,12 +123,17 @@ class Reader:
                         yield model, (pair for pair in part)
         arrivals.end_reading()
 
-    def read_once(self, source: LoadedSource, update: Update) -> Batches:
-        """Yield the tensors of a source that delivers them once."""
-        return self._ways[type(source)](source, update)
+    def read_once(self, source: LoadedSource, update: Update, take: Take) -> Batches:
+        """Yield the tensors of a source that delivers them once, less those that ``take`` takes."""
+        return self._ways[type(source)](source, update, take)
 
     def _from_disk(
-        self, models: Sequence[Model], update: Update, source: DiskSource, arrivals: Arrivals
+        self,
+        models: Sequence[Model],
+        update: Update,
+        source: DiskSource,
+        arrivals: Arrivals,
+        take: Callable[[Model, Stretch, torch.Tensor | None], Sequence[int]],
     ) -> Iterator[tuple[Model, Weights]]:
         for model in models:
             weights = read_disk(
@@ -128,7 +143,9 @@ class Reader:
                 check=update.check,
                 rate_limit=self._rate_limit,
                 # a digest is of every byte
-                wants=None if arrivals.is_asked else model.reads,
+                wants=EVERYTHING if arrivals.is_asked else model.wanted,
+                take=take_none if arrivals.is_asked else partial(take, model),
+                indexes=self._indexes,
             )
             yield model, arrivals.watch(weights)
             arrivals.end_reading()
@@ -156,16 +173,18 @@ class Reader:
             )
         )
 
-    def _from_tensors(self, source: TensorSource, update: Update) -> Batches:
+    def _from_tensors(self, source: TensorSource, update: Update, take: Take) -> Batches:
         return one_batch(
-            read_tensors(source, self.layouts, self._device, update.check, self._rate_limit)
+            read_tensors(source, self.layouts, self._device, update.check, self._rate_limit, take)
         )
 
-    def _from_broadcasts(self, source: DistributedSource, update: Update) -> Batches:
-        return one_batch(receive(source, self._groups, self.layouts, self._device, update.check))
+    def _from_broadcasts(self, source: DistributedSource, update: Update, take: Take) -> Batches:
+        return one_batch(
+            receive(source, self._groups, self.layouts, self._device, update.check, take)
+        )
 
-    def _from_gpu_memory(self, source: GPUMemorySource, update: Update) -> Batches:
+    def _from_gpu_memory(self, source: GPUMemorySource, update: Update, take: Take) -> Batches:
         return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
 
-    def _from_ipc(self, source: IPCSource, update: Update) -> Batches:
+    def _from_ipc(self, source: IPCSource, update: Update, take: Take) -> Batches:
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))

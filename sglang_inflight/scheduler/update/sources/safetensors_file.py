@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 
 from sglang_inflight.scheduler.update.rate import paced
-from sglang_inflight.scheduler.update.sources.batches import Packed
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
+from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # Decoding a header of this size, for over a hundred thousand tensors, holds the interpreter for a
@@ -63,8 +63,7 @@ class _Entry(msgspec.Struct):
 _ENTRY = msgspec.json.Decoder(_Entry)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """A tensor's place in its file, with its dtype and shape."""
 
     name: str
@@ -73,20 +72,86 @@ class Place:
     start: int
     end: int
 
-    def of(self, content: Packed, start: int) -> torch.Tensor:
-        """Return the tensor out of ``content``, the file's bytes from ``start`` on.
-
-        The format does not align tensors.
-        """
-        return content.view_or_copy(self.start - start, self.end - start, self.dtype, self.shape)
-
-    def without_memory(self) -> torch.Tensor:
-        """Return a tensor of the meta device in its place."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
 
 
-def _any(place: Place) -> bool:
-    return True
+class Wanted(NamedTuple):
+    """Which stored tensors are read.
+
+    ``key``: an object that has the same answers as long as it lives, or None.
+    """
+
+    says: Callable[[Place], bool]
+    key: object | None = None
+
+
+EVERYTHING = Wanted(lambda place: True)
+
+
+class Chosen(NamedTuple):
+    """The wanted tensors of a file, each stretch with its first byte in the file; and the others.
+
+    Stretches of others have neighbours that are none in the file, and no row.
+    """
+
+    wanted: list[tuple[Stretch, int]]
+    others: list[Stretch]
+
+
+class Index:
+    """What a file's header says. ``start``: where the first tensor begins.
+
+    Checkpoints of one model often have the same headers. A kept index costs no Python for a tensor.
+    """
+
+    def __init__(self, start: int, size: int, places: list[Place]) -> None:
+        """``size``: the file's. ``places``: in the order of the file."""
+        self.start = start
+        self.size = size
+        self.places = places
+        self._chosen: WeakKeyDictionary[object, Chosen] = WeakKeyDictionary()
+
+    def choose(self, wants: Wanted) -> Chosen:
+        """Return the tensors to read, in the order of the file."""
+        if wants.key is not None and (known := self._chosen.get(wants.key)) is not None:
+            return known
+        chosen = Chosen([], [])
+        end = -1
+        for place in paced(self.places):
+            size = place.nbytes
+            if wants.says(place):
+                is_next = place.start == end and chosen.wanted[-1][0].has_room_for(size)
+                if not is_next:
+                    chosen.wanted.append((Stretch.begin(), place.start))
+                to, end = chosen.wanted[-1][0], place.end
+            else:
+                if not chosen.others or not chosen.others[-1].has_room_for(0):
+                    chosen.others.append(Stretch.begin())
+                to, size = chosen.others[-1], 0
+            to.add(place.name, place.dtype, place.shape, size)
+        if wants.key is not None:
+            self._chosen[wants.key] = chosen
+        return chosen
+
+
+class Indexes:
+    """The indexes of the files that were read last, by the SHA-256 of their headers.
+
+    One reading at a time uses them. A thread that was abandoned may add one, which is right, too.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Index] = {}
+
+    def find(self, digest: bytes, size: int) -> Index | None:
+        found = self._kept.get(digest)
+        return found if found is not None and found.size == size else None
+
+    def keep(self, files: Iterable[SafetensorsFile]) -> None:
+        """Keep the indexes of ``files``, and no others."""
+        self._kept = {file.head_sha256.digest(): file.index for file in files}
 
 
 def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
@@ -110,34 +175,30 @@ def write_head(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[st
 class SafetensorsFile(RegularFile):
     """An open file with a read and consistent header."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, indexes: Indexes | None = None) -> None:
+        """``indexes``: those known already."""
         super().__init__(path, name)
         try:
-            # where the first tensor begins, the hash of the bytes before it, and the tensors in the
-            # order of the file
-            self.start, self.head_sha256, self.places = self._read_header()
+            # the hash of the bytes before the first tensor
+            self.head_sha256, header = self._read_header()
+            start = _LENGTH_BYTES + len(header)
+            known = indexes.find(self.head_sha256.digest(), self.size) if indexes else None
+            self.index = known or Index(start, self.size, self._parse(header, start))
         except BaseException:
             self.close()
             raise
 
-    def batches(self, most: int, wants: Callable[[Place], bool] = _any) -> Iterator[list[Place]]:
-        """Yield neighbours with up to ``most`` bytes together, and each larger tensor alone.
+    @property
+    def start(self) -> int:
+        """Where the first tensor begins."""
+        return self.index.start
 
-        ``wants`` says whether a tensor is read.
-        """
-        batch: list[Place] = []
-        for place in paced(self.places):
-            if not wants(place):
-                continue
-            is_next = bool(batch) and batch[-1].end == place.start
-            if batch and (not is_next or place.end - batch[0].start > most):
-                yield batch
-                batch = []
-            batch.append(place)
-        if batch:
-            yield batch
+    @property
+    def places(self) -> list[Place]:
+        """The tensors, in the order of the file."""
+        return self.index.places
 
-    def _read_header(self) -> tuple[int, hashlib._Hash, list[Place]]:
+    def _read_header(self) -> tuple[hashlib._Hash, bytes]:
         if self.size < _LENGTH_BYTES:
             raise self._malformed("it is too short")
         in_front = self.read(_LENGTH_BYTES, 0)
@@ -148,8 +209,12 @@ class SafetensorsFile(RegularFile):
             )
         if length > MOST_HEADER_BYTES:
             raise self._malformed(f"its header has {length} bytes, {MOST_HEADER_BYTES} at most")
-        start = _LENGTH_BYTES + length
         header = self.read(length, _LENGTH_BYTES)
+        sha256 = hashlib.sha256(in_front)
+        sha256.update(header)
+        return sha256, header
+
+    def _parse(self, header: bytes, start: int) -> list[Place]:
         try:
             # first the whole and then each entry, so that other threads get the interpreter
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
@@ -161,9 +226,7 @@ class SafetensorsFile(RegularFile):
             raise self._malformed(f"its header: {shorten(str(error))}") from error
         places.sort(key=lambda place: (place.start, place.end))
         self._check_tiles(places, start)
-        sha256 = hashlib.sha256(in_front)
-        sha256.update(header)
-        return start, sha256, places
+        return places
 
     def _place(self, name: str, entry: _Entry, base: int) -> Place:
         if (dtype := _DTYPES.get(entry.dtype)) is None:

@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.call_layouts import BucketLayout, CallLayouts
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
+from sglang_inflight.scheduler.update.sources.stretch import Take, rest_of, take_none
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import count_replicas, own_index, own_replica
@@ -41,15 +42,18 @@ def read_tensors(
     device: torch.device,
     check: Callable[[], None],
     rate_limit: RateLimit,
+    take: Take = take_none,
 ) -> Weights:
     """Yield the tensors serialized for this rank, moved to ``device`` one by one.
+
+    ``take`` gets the stretches of a bucket with a layout first.
 
     A payload may be a handle to another process's memory, and that process may be stopped or gone.
     So an ``AbandonableThread`` opens it. ``check`` raises when it is time to give up.
     """
     bucket = _layout_of(source, layouts)
     weights: Iterable[tuple[str, Any]]
-    weights = _deserialize(source, bucket, device, check, rate_limit)
+    weights = _deserialize(source, bucket, device, check, rate_limit, take)
     if bucket is None:
         weights = release_pages(weights)
     for name, tensor in weights:
@@ -72,6 +76,7 @@ def _deserialize(
     device: torch.device,
     check: Callable[[], None],
     rate_limit: RateLimit,
+    take: Take,
 ) -> Weights:
     if torch.cuda.is_available():
         # For handles to CUDA memory, as in SGLang's reader. It also changes this process's
@@ -82,7 +87,7 @@ def _deserialize(
     with AbandonableThread(check, device) as thread:
         named = thread.do(lambda: _unpickle(payload, rest))
         if bucket is not None:
-            yield from _cut(named, bucket, source.load_format)
+            yield from _cut(named, bucket, source.load_format, take)
             return
         if source.load_format in BUCKETS:
             yield from _unflatten(named, source.load_format)
@@ -168,7 +173,9 @@ def _unflatten(bucket: Any, load_format: str | None) -> Weights:
     yield from tensors
 
 
-def _cut(payload: Any, bucket: BucketLayout, load_format: str | None) -> Weights:
+def _cut(
+    payload: Any, bucket: BucketLayout, load_format: str | None, take: Take = take_none
+) -> Weights:
     """Yield the tensors of a payload without metadata, and unmap the pages of those taken."""
     flat = payload.get("flattened_tensor") if isinstance(payload, dict) else None
     if not isinstance(flat, torch.Tensor) or len(payload) > 1:
@@ -182,9 +189,9 @@ def _cut(payload: Any, bucket: BucketLayout, load_format: str | None) -> Weights
             f"and the layout has {bucket.nbytes} bytes"
         )
     pages = _Pages()
-    for run, tensors in bucket.cut(flat):
-        yield from zip(run.names, tensors, strict=True)
-        pages.add(flat[run.start : run.end])
+    for stretch, row in bucket.rows(flat):
+        yield from rest_of(stretch, row, take)
+        pages.add(row)
     pages.release()
 
 
