@@ -22,7 +22,8 @@ from sglang_inflight.scheduler.update.reservation import Reservation
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.sources.batches import one_batch
+from sglang_inflight.scheduler.update.sources.batches import Weights, one_batch
+from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.pool import MASKING_LOADER
 from tests.unit.fakes import uncounted
@@ -37,6 +38,8 @@ class Rank:
 
     # whether tensors of the start's checkpoint go by a plan, recorded and not proven
     plans = False
+    # most tensors of a stretch, 0 for tensors one by one
+    stretches = 0
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Rank:
             check_finite=True,
             layout={},
         )
+        self._layouts: dict[str, Stretch] = {}
         self._previous: Any = None
         self._is_marked = False
         # digest of the live weights, None if unknown
@@ -163,12 +167,33 @@ class Rank:
         source: Any = tensor_source(load_format)
         sent = {name: tensor.clone() for name, tensor in call.items()}
         self._jobs.reader.read_once = lambda source, update, take: one_batch(  # type: ignore[method-assign]
-            pair for pair in sent.items()
+            self._in_stretches(sent, take) if self.stretches else (pair for pair in sent.items())
         )
         self._jobs.fill(update, source, None)
         del self._jobs.reader.read_once
         for tensor in sent.values():
             tensor.fill_(-1)
+
+    def _in_stretches(self, sent: Tensors, take: Take) -> Weights:
+        """Yield what ``take`` leaves of ``sent``. Equal layouts are the same objects."""
+        runs: list[list[tuple[str, torch.Tensor]]] = []
+        for name, tensor in sent.items():
+            start = sum(t.nbytes for _, t in runs[-1]) if runs else 0
+            if not runs or len(runs[-1]) == self.stretches or start % tensor.itemsize:
+                runs.append([])
+            runs[-1].append((name, tensor))
+        for run in runs:
+            stretch = Stretch.begin()
+            for name, tensor in run:
+                stretch.add(name, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+            layout = f"{stretch.names} {stretch.dtypes} {stretch.shapes}"
+            row = torch.cat([t.contiguous().view(-1).view(torch.uint8) for _, t in run])
+            stretch = self._layouts.setdefault(layout, stretch)
+            if left := take(stretch, row):
+                yield from stretch.tensors(row, left)
+            else:
+                # nothing may keep it
+                row.fill_(255)
 
     def fill_from(self, update: Update, source: Source, groups: Any = None) -> None:
         """Read ``source`` as a server does. ``groups``: those of the trainers that broadcast."""

@@ -40,11 +40,17 @@ STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGE
 DTYPE = torch.bfloat16
 
 
-@pytest.fixture(autouse=True, params=[1 << 20, 30], ids=["one batch", "small batches"])
+@pytest.fixture(
+    autouse=True,
+    params=[(1 << 20, 0), (30, 0), (1 << 20, 2), (1 << 20, 99)],
+    ids=["one batch", "small batches", "short stretches", "one stretch"],
+)
 def no_grad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Turn gradients off, like the staging thread, and let each rank have a plan."""
+    most, stretches = request.param
     monkeypatch.setattr(Rank, "plans", True)
-    monkeypatch.setattr(replay, "_MOST_ELEMENTS", request.param)
+    monkeypatch.setattr(Rank, "stretches", stretches)
+    monkeypatch.setattr(replay, "_MOST_ELEMENTS", most)
     with torch.no_grad():
         yield
 

@@ -63,9 +63,9 @@ class _Group:
     def row(self, row: torch.Tensor) -> torch.Tensor:
         """Return the elements to move. ``row``: the stretch's, in this dtype."""
         pieces = [box.view(row) for box in self.of]
-        if len(pieces) > 1 or pieces[0].dim() != 1 or not pieces[0].is_contiguous():
-            return cast(torch.cat([piece.reshape(-1) for piece in pieces]), self.through)
-        return cast(pieces[0], self.through)
+        if len(pieces) == 1:
+            return cast(pieces[0].reshape(-1).contiguous(), self.through)
+        return cast(torch.cat([piece.reshape(-1) for piece in pieces]), self.through)
 
 
 def _as_range(box: Box) -> Box:

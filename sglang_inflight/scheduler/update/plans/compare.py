@@ -64,7 +64,8 @@ def compare(
 def _joined(rows: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if rows[0].dtype != dtype or rows[0].device != device:
         rows = [row.to(device, dtype) for row in rows]
-    return rows[0] if len(rows) == 1 else torch.cat([*rows])
+    # a view of a column is a row with gaps
+    return rows[0].contiguous() if len(rows) == 1 else torch.cat([*rows])
 
 
 def _whole(
