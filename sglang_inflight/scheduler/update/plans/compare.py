@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,8 +24,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     encode,
     positions_in,
 )
-from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.plans.targets import Targets
+from sglang_inflight.scheduler.update.plans.targets import Boxes, Targets
 from sglang_inflight.scheduler.update.weight import Weight
 
 
@@ -36,7 +36,7 @@ def compare(
     Together they are the row of ``targets``. Needs memory for four times its elements, and for
     thirty bytes a change.
     """
-    if not targets.numel:
+    if not targets.boxes.numel:
         return
     new = _joined(rows, device, targets.first.dtype)
     served = _joined(targets.rows(), device, targets.first.dtype)
@@ -45,19 +45,21 @@ def compare(
     del served
     if not len(at):
         return
-    ends = torch.tensor(targets.ends, device=device)
+    ends_in_row = targets.ends()
+    ends = torch.tensor(ends_in_row, device=device)
     counts = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1))
     box = torch.repeat_interleave(counts, output_size=len(at))
     width = new.element_size()
     if len(at) * (width + OFFSET_BYTES) >= len(new) * width:
         # values of whole ranges cost less, but a range must be one in the weight
-        yield from _whole(targets, bits, counts.tolist())
-        if targets.are_ranges:
+        yield from _whole(targets, bits, [0, *ends_in_row], counts.tolist())
+        if targets.boxes.are_ranges:
             return
-        rest = ~torch.tensor([each.is_range for each in targets.boxes], device=device)[box]
+        others = [not targets.boxes.is_range(n) for n in range(len(targets.boxes))]
+        rest = torch.tensor(others, device=device)[box]
         at, box = at[rest], box[rest]
     if len(at):
-        within = at - (ends - torch.tensor(targets.sizes, device=device))[box]
+        within = at - torch.tensor([0, *ends_in_row[:-1]], device=device)[box]
         yield from _changed(targets, box, within, bits[at])
 
 
@@ -69,17 +71,19 @@ def _joined(rows: Sequence[torch.Tensor], device: torch.device, dtype: torch.dty
 
 
 def _whole(
-    targets: Targets, bits: torch.Tensor, counts: Sequence[int]
+    targets: Targets, bits: torch.Tensor, bounds: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[Weight, Part]]:
     """Yield all values of the boxes that are one range of their weight.
+
+    ``bounds``: of the boxes in the row. ``counts``: the differences in each box.
 
     Ranges side by side are one, unless none of their elements changes.
     """
     for run in targets.runs:
         if not (count := sum(counts[n] for n in run)):
             continue
-        first = targets.boxes[run[0]].offset
-        pieces = [bits[targets.ends[n] - targets.sizes[n] : targets.ends[n]] for n in run]
+        first = targets.boxes.offsets[run[0]]
+        pieces = [bits[bounds[n] : bounds[n + 1]] for n in run]
         values = pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
         for at, some in enumerate(torch.split(values, PIECE)):
             # the first piece stands for all
@@ -112,25 +116,25 @@ def _changed(
         yield weights[at], encode(start, length, at_piece % PIECE, some.clone())
 
 
-def _positions(boxes: Sequence[Box], box: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+def _positions(boxes: Boxes, box: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
     """Return the positions of elements of the boxes ``box`` in their weights, int64."""
     device = within.device
-    position = torch.tensor([each.offset for each in boxes], device=device)[box]
-    if all(each.is_range for each in boxes):
+    position = torch.tensor(boxes.offsets, device=device)[box]
+    if boxes.are_ranges:
         return position.add_(within)
-    for dim in range(max(len(each.sizes) for each in boxes)):
+    for dim in range(max(map(len, boxes.shapes))):
         # counted from the last dimension, which a box of fewer does not have
         sizes, strides, inner = (
             torch.tensor(column, device=device)[box]
-            for column in zip(*(_dim(each, dim) for each in boxes), strict=True)
+            for column in zip(*map(partial(_dim, dim), boxes.shapes, boxes.strides), strict=True)
         )
         position += (within // inner) % sizes * strides
     return position
 
 
-def _dim(box: Box, dim: int) -> tuple[int, int, int]:
+def _dim(dim: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
     """Return size, stride, and elements within one step, of a dimension counted from the last."""
-    if dim >= len(box.sizes):
+    rank = len(shape)
+    if dim >= rank:
         return 1, 0, 1
-    rank = len(box.sizes)
-    return box.sizes[-1 - dim], box.strides[-1 - dim], math.prod(box.sizes[rank - dim :])
+    return shape[-1 - dim], strides[-1 - dim], math.prod(shape[rank - dim :])

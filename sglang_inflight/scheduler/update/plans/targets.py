@@ -1,8 +1,9 @@
-"""Where the elements of a row go: boxes of weights, one after the other."""
+"""Boxes side by side in a row: of the row of a stretch, and of the weights where it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -10,40 +11,91 @@ import torch
 from sglang_inflight.scheduler.update.plans.moves import Box
 from sglang_inflight.scheduler.update.weight import Weight
 
+_Steps = tuple[int, ...]
 
-class Targets:
-    """Boxes whose elements lie side by side in a row, in this order.
 
-    The weights have one dtype and device, and no element is in two boxes. Holds geometry alone:
-    views of weights would keep memory that a commit has exchanged, and are Python's to collect.
+class Boxes:
+    """Boxes in columns, without an object for each: Python's collector would visit it.
+
+    A box that is one range is a row.
     """
 
-    def __init__(self, boxes: Iterable[tuple[Weight, Box]]) -> None:
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.shapes: list[_Steps] = []
+        self.strides: list[_Steps] = []
+        self.numel = 0
+        # equal geometry shares memory
+        self._shared: dict[_Steps, _Steps] = {}
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def add(self, box: Box, *, joins: bool) -> bool:
+        """Add a box. ``joins``: it may be one with the last, if both are one range.
+
+        Return whether it is.
+        """
+        numel = box.numel
+        self.numel += numel
+        shape, strides = ((numel,), (1,)) if box.is_range else (box.sizes, box.strides)
+        if joins and self.offsets and strides == self.strides[-1] == (1,):
+            (size,) = self.shapes[-1]
+            if self.offsets[-1] + size == box.offset:
+                self.shapes[-1] = self._share((size + numel,))
+                return True
+        self.offsets.append(box.offset)
+        self.shapes.append(self._share(shape))
+        self.strides.append(self._share(strides))
+        return False
+
+    def _share(self, steps: _Steps) -> _Steps:
+        return self._shared.setdefault(steps, steps)
+
+    def sizes(self) -> Iterator[int]:
+        return map(math.prod, self.shapes)
+
+    def is_range(self, n: int) -> bool:
+        return self.strides[n] == (1,)
+
+    @property
+    def are_ranges(self) -> bool:
+        return all(strides == (1,) for strides in self.strides)
+
+    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the elements of each box in ``memory``, a row each."""
+        start = int(memory.storage_offset())
+        views = [
+            memory.as_strided(shape, strides, start + offset)
+            for offset, shape, strides in zip(self.offsets, self.shapes, self.strides, strict=True)
+        ]
+        return views if self.are_ranges else [view.reshape(-1) for view in views]
+
+
+class Targets:
+    """Boxes of weights whose elements lie side by side in a row, in this order.
+
+    The weights have one dtype and device, and no element is in two boxes. Holds geometry alone:
+    views of weights would keep memory that a commit has exchanged.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[Weight, Box]] = ()) -> None:
         # each weight once, and the number of each box's weight
         self.weights: list[Weight] = []
         self.at: list[int] = []
-        self.boxes: list[Box] = []
-        self.sizes: list[int] = []
-        # whether all boxes are ranges
-        self.are_ranges = True
-        number: dict[int, int] = {}
-        for weight, box in boxes:
-            at = number.setdefault(id(weight.live), len(self.weights))
-            if at == len(self.weights):
-                self.weights.append(weight)
-            self.at.append(at)
-            if box.is_range:
-                self.boxes.append(Box(box.offset, (box.numel,), (1,)))
-            else:
-                self.boxes.append(box)
-                self.are_ranges = False
-            self.sizes.append(box.numel)
-        self.ends = [*accumulate(self.sizes)]
+        self.boxes = Boxes()
+        self._number: dict[int, int] = {}
         self._runs: list[list[int]] | None = None
+        for weight, box in boxes:
+            self.add(weight, box)
 
-    @property
-    def numel(self) -> int:
-        return self.ends[-1] if self.ends else 0
+    def add(self, weight: Weight, box: Box) -> None:
+        """Add a box at the end. Neighbours become one."""
+        number = self._number.setdefault(id(weight.live), len(self.weights))
+        if number == len(self.weights):
+            self.weights.append(weight)
+        if not self.boxes.add(box, joins=bool(self.at) and self.at[-1] == number):
+            self.at.append(number)
 
     @property
     def first(self) -> torch.Tensor:
@@ -53,26 +105,29 @@ class Targets:
     def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return each box in ``memories``, one for each weight, in the weight's layout."""
         starts = [int(memory.storage_offset()) for memory in memories]
+        boxes = self.boxes
+        columns = zip(self.at, boxes.offsets, boxes.shapes, boxes.strides, strict=True)
         return [
-            memories[at].as_strided(box.sizes, box.strides, starts[at] + box.offset)
-            for at, box in zip(self.at, self.boxes, strict=True)
+            memories[at].as_strided(shape, strides, starts[at] + offset)
+            for at, offset, shape, strides in columns
         ]
 
     def rows(self) -> list[torch.Tensor]:
         """Return the served elements of each box, as a row."""
         views = self.views([weight.live.data for weight in self.weights])
-        return views if self.are_ranges else [view.reshape(-1) for view in views]
-
-    def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return the elements of each box in ``row``, in the box's shape."""
-        pieces = [*row.split(self.sizes)]
-        if self.are_ranges:
-            return pieces
-        return [p.view(box.sizes) for p, box in zip(pieces, self.boxes, strict=True)]
+        return views if self.boxes.are_ranges else [view.reshape(-1) for view in views]
 
     def copy(self, memories: Sequence[torch.Tensor], row: torch.Tensor) -> None:
         """Copy ``row`` to each box in ``memories``, one for each weight, in the weight's layout."""
-        torch._foreach_copy_(self.views(memories), self.cut(row))
+        pieces = row.split([*self.boxes.sizes()])
+        if not self.boxes.are_ranges:
+            shaped = zip(pieces, self.boxes.shapes, strict=True)
+            pieces = tuple(piece.view(shape) for piece, shape in shaped)
+        torch._foreach_copy_(self.views(memories), [*pieces])
+
+    def ends(self) -> list[int]:
+        """Return the end of each box in the row."""
+        return [*accumulate(self.boxes.sizes())]
 
     @property
     def runs(self) -> list[list[int]]:
@@ -81,11 +136,13 @@ class Targets:
             self._runs = []
             last = (-1, 0)
             ranges = (
-                (self.at[n], box.offset, n) for n, box in enumerate(self.boxes) if box.is_range
+                (at, self.boxes.offsets[n], n)
+                for n, at in enumerate(self.at)
+                if self.boxes.is_range(n)
             )
             for weight, start, n in sorted(ranges):
                 if last != (weight, start):
                     self._runs.append([])
                 self._runs[-1].append(n)
-                last = weight, start + self.sizes[n]
+                last = weight, start + self.boxes.shapes[n][0]
         return self._runs
