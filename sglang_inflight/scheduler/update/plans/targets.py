@@ -119,6 +119,8 @@ class Targets:
 
     def copy(self, memories: Sequence[torch.Tensor], row: torch.Tensor) -> None:
         """Copy ``row`` to each box in ``memories``, one for each weight, in the weight's layout."""
+        # at once: for a row of another device or dtype torch would make a copy for each box
+        row = row.to(memories[0].device, memories[0].dtype)
         pieces = row.split([*self.boxes.sizes()])
         if not self.boxes.are_ranges:
             shaped = zip(pieces, self.boxes.shapes, strict=True)
