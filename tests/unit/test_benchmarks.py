@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.front_door import Answered, Window
 from benchmarks.gpu.report import BEGIN, END
 from benchmarks.pictures import PANELS, TIMELINE, rates_in_bins
 from benchmarks.plan import ABOUT, PLAN, chosen
+from benchmarks.sustained import over
 from benchmarks.thrown_away import prefilled_by
 from benchmarks.timeline import arrivals_around, longest_silence
 
@@ -216,6 +218,16 @@ def test_request_that_waited_for_the_whole_window_counts_in_the_latency_only() -
     assert window.rate == 0.5
     assert window.latency.high == pytest.approx(2600)
     assert window.latency.count == 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ratio"),
+    [(0.3, 0.1, 3), (0.1, 0.0, math.inf), (0.1, -0.1, math.inf), (-0.1, 0.1, 0), (0.0, -0.1, 1)],
+)
+def test_cost_of_an_update_below_zero_meets_a_goal_that_a_cost_misses(
+    ours: float, theirs: float, ratio: float
+) -> None:
+    assert over(ours, theirs) == pytest.approx(ratio)
 
 
 def test_prefills_are_counted_from_the_log() -> None:
