@@ -141,8 +141,7 @@ def _small_tensors(results: Sequence[Result]) -> list[Panel]:
 
     return [
         Panel("p95 of the gaps between tokens beside the update", "over that without an update",
-              bars("p95_ratio", mark="control_ratio"), SAME_WITHOUT,
-              "beside copies of another process"),
+              bars("p95_ratio", mark="control_ratio"), SAME_WITHOUT, "the control"),
         Panel("Largest of them", "over that without an update", bars("largest_ratio"),
               SAME_WITHOUT),
         Panel("Time of an update without requests; upstream's blocks them", "s",
