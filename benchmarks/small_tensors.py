@@ -43,6 +43,8 @@ UNPACED = {
 TOKENS = 1024
 # for more tensors an update's own time is a goal
 MANY = 100_000
+# an update that takes longer is made once, and its steps are compared with those of so long
+LONG_S = 20.0
 
 
 @dataclass
@@ -82,14 +84,19 @@ class Found:
 def main(
     size: options.Size = "experts-20k",
     streams: options.Streams = 16,
-    updates: Annotated[int, typer.Option(min=1, help="of each way and start")] = 3,
+    updates: Annotated[
+        int, typer.Option(min=1, help=f"of each way and start; 1 if it takes over {LONG_S:g} s")
+    ] = 3,
+    ways: Annotated[str, typer.Option(help="of sending, with commas between")] = ",".join(
+        get_args(Small)
+    ),
     rounds: options.Rounds = 1,
     unpaced: Annotated[bool, typer.Option(help="also without the paces of the interpreter")] = True,
     json: options.Json = None,
 ) -> None:
     """p95 and largest step of running streams while many small tensors are staged."""
     servers = {"ours": {}, **({"unpaced": UNPACED} if unpaced else {})}
-    ways: list[Small] = list(get_args(Small))
+    sent_by = known_ways(ways)
     found: dict[tuple[str, Small], Found] = defaultdict(Found)
     first: list[float] = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
@@ -99,15 +106,14 @@ def main(
             for server, env in servers.items():
                 env = {**env, "SGLANG_INFLIGHT_CACHE": cache}
                 with start("ours", model, env=env) as peer, trainer(peer, model) as sender:
-                    for way in ways:
-                        first.append(sender.send_small(way).seconds)
-                        run = found[server, way]
-                        _measure_idle(peer, sender, way, updates, tensors, run)
-                        asyncio.run(_measure(peer, sender, way, streams, updates, run))
+                    first.append(sender.send_small(sent_by[0]).seconds)
+                    for what in of_server(server, sent_by):
+                        run = found[server, what]
+                        _measure_idle(peer, sender, what, updates, tensors, run)
+                        asyncio.run(_measure(peer, sender, what, streams, updates, run))
             with start("upstream", model) as peer, trainer(peer, model) as sender:
-                for way in ways:
-                    sender.send_small(way)
-                    _measure_idle(peer, sender, way, updates, tensors, found["upstream", way])
+                for what in sent_by:
+                    _measure_idle(peer, sender, what, updates, tensors, found["upstream", what])
     report = Report(
         "small_tensors",
         ("server", "tensors by", "idle, s", "beside streams, s", "p95, ms", "p95 over without",
@@ -116,9 +122,9 @@ def main(
         {"size": size, "streams": streams, "updates": updates, "rounds": rounds},
         notes=[
             f"{tensors:,} tensors. Upstream makes no step from the pause to the continuation.",
-            "p95: of the gaps of all updates. without: streams of the same ages, for as long "
-            "without an update. control: the same beside a process that copies as many bytes, "
-            "evenly spread.",
+            "p95: of the gaps of all updates. without: streams of the same ages, for as long, at "
+            f"most {LONG_S:g} s, without an update. control: the same beside a process that copies "
+            "as many bytes, evenly spread.",
             "CPU a tensor: of the scheduler's process without the loop's thread, idle, with the "
             "reading of tensors.",
             f"The first update of all took {first[0]:.3g} s, with the search for a plan and its "
@@ -127,14 +133,29 @@ def main(
         ],
         facts={"model_bytes": {size: nbytes}, "tensors": tensors},
     )  # fmt: skip
-    for (server, way), run in found.items():
-        report.add(server=server, way=way, **cells(run))
-    for way in ways:
-        _add_goals(report, way, {server: found[server, way] for server in (*servers, "upstream")})
-    cpu_us = statistics.median(found["ours", "disk"].cpu_us)
-    report.goal("ours, by disk: CPU a tensor, µs, at most 10", cpu_us, at_most=10)
+    for (server, what), run in found.items():
+        report.add(server=server, way=what, **cells(run))
+    for what in sent_by:
+        _add_goals(report, what, {server: run for (server, by), run in found.items() if by == what})
+    if "disk" in sent_by:
+        cpu_us = statistics.median(found["ours", "disk"].cpu_us)
+        report.goal("ours, by disk: CPU a tensor, µs, at most 10", cpu_us, at_most=10)
     report.show()
     report.write(json)
+
+
+def known_ways(names: str) -> list[Small]:
+    """Return the ways with these names. Raises ``typer.BadParameter`` for another name."""
+    ways: dict[str, Small] = {way: way for way in get_args(Small)}
+    try:
+        return [ways[name] for name in names.split(",")]
+    except KeyError as error:
+        raise typer.BadParameter(f"no way is named {error}; there are {', '.join(ways)}") from error
+
+
+def of_server(server: str, ways: list[Small]) -> list[Small]:
+    """Return the ways that are measured. Broadcasts wait for the sender, whatever the pace is."""
+    return [way for way in ways if server != "unpaced" or way != "broadcast"]
 
 
 def cells(run: Found) -> dict[str, Summary | float | None]:
@@ -186,10 +207,15 @@ def _add_goals(report: Report, way: Small, found: dict[str, Found]) -> None:
 def _measure_idle(
     peer: Peer, sender: Trainer, way: Small, updates: int, tensors: int, run: Found
 ) -> None:
-    for _ in range(updates):
+    """Make updates without requests. The first one of a way counts only if it is long."""
+    for number in range(updates + 1):
         before = _cpu_beside_loop(peer)
-        run.idle_s.append(sender.send_small(way).seconds)
-        run.cpu_us.append(1e6 * (_cpu_beside_loop(peer) - before) / tensors)
+        seconds = sender.send_small(way).seconds
+        if number or seconds > LONG_S:
+            run.idle_s.append(seconds)
+            run.cpu_us.append(1e6 * (_cpu_beside_loop(peer) - before) / tensors)
+        if seconds > LONG_S:
+            return
 
 
 def _cpu_beside_loop(peer: Peer) -> float:
@@ -212,9 +238,12 @@ async def _measure(
             update = asyncio.to_thread(sender.send_small, way)
             seconds = await _run(peer, client, streams, update, run.update)
             run.update_s.append(seconds)
-            await _run(peer, client, streams, asyncio.sleep(seconds), run.still)
-            copies = asyncio.to_thread(sender.copy_memory, seconds)
+            compared_s = min(seconds, LONG_S)
+            await _run(peer, client, streams, asyncio.sleep(compared_s), run.still)
+            copies = asyncio.to_thread(sender.copy_memory, compared_s, compared_s / seconds)
             await _run(peer, client, streams, copies, run.control)
+            if seconds > LONG_S:
+                return
 
 
 async def _run(

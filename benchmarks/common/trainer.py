@@ -129,12 +129,13 @@ class Trainer:
         """
         return self._order("send_small", transport)
 
-    def copy_memory(self, seconds: float) -> Update:
+    def copy_memory(self, seconds: float, share: float = 1.0) -> Update:
         """Copy the checkpoint's bytes in this process's memory, spread over ``seconds``.
 
-        No server takes part. As many bytes are read as an update brings, and as many written.
+        No server takes part. As many bytes are read as an update brings, and as many written;
+        or a ``share`` of them.
         """
-        return self._order("copy_memory", seconds)
+        return self._order("copy_memory", seconds, share)
 
     def send_by_value(self, nbytes: int) -> Update:
         """Send tensors of ``nbytes`` in all, pickled into one body, and wait until they are live.
@@ -262,15 +263,16 @@ class _Sender:
             receipt = self._blocking(send, transport) if self._kind == "upstream" else send()
             return Update(sent, self._last_byte, time.perf_counter(), receipt)
 
-    def copy_memory(self, seconds: float) -> Update:
+    def copy_memory(self, seconds: float, share: float) -> Update:
         if not self._copied:
             self._copied = (self._model / WEIGHTS).read_bytes()
             # written once before, so that no page is new to this process
             self._copy = bytearray(self._copied)
-        source, target = memoryview(self._copied), memoryview(self._copy)
+        nbytes = round(share * len(self._copied))
+        source, target = memoryview(self._copied)[:nbytes], memoryview(self._copy)[:nbytes]
         sent = time.perf_counter()
         for start in range(0, len(source), COPIED_BYTES):
-            due = sent + seconds * start / len(source)
+            due = sent + seconds * start / nbytes
             time.sleep(max(0.0, due - time.perf_counter()))
             end = start + COPIED_BYTES
             target[start:end] = source[start:end]

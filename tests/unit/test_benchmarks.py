@@ -27,7 +27,7 @@ from benchmarks.front_door import Answered, Window
 from benchmarks.gpu.report import BEGIN, END
 from benchmarks.pictures import PANELS, TIMELINE, rates_in_bins
 from benchmarks.plan import ABOUT, PLAN, chosen
-from benchmarks.small_tensors import Found, Steps, cells
+from benchmarks.small_tensors import Found, Steps, cells, known_ways
 from benchmarks.sustained import over
 from benchmarks.thrown_away import prefilled_by
 from benchmarks.timeline import arrivals_around, longest_silence
@@ -242,6 +242,12 @@ def test_windows_of_one_kind_have_one_p95() -> None:
     assert steps.rate == pytest.approx(10)
 
 
+def test_unknown_way_is_measured() -> None:
+    assert known_ways("value,disk") == ["value", "disk"]
+    with pytest.raises(typer.BadParameter, match="'values'; there are disk, value, broadcast"):
+        known_ways("disk,values")
+
+
 def test_server_without_steps_has_a_time_and_no_bar_of_steps() -> None:
     report = Report("small_tensors", (), {})
     with_steps, without = Found(idle_s=[1.0], cpu_us=[9.0]), Found(idle_s=[2.0], cpu_us=[9.0])
@@ -269,7 +275,10 @@ def test_control_copies_less_than_the_checkpoint() -> None:
     sender._copied = bytes(range(256)) * (COPIED_BYTES // 100)
     sender._copy = bytearray(len(sender._copied))
     assert len(sender._copied) > 2 * COPIED_BYTES
-    done = sender.copy_memory(0.0)
+    half = len(sender._copy) // 2
+    sender.copy_memory(0.0, 0.5)
+    assert sender._copy == sender._copied[:half] + bytes(len(sender._copy) - half)
+    done = sender.copy_memory(0.0, 1.0)
     assert sender._copy == sender._copied
     assert done.sent <= done.last_byte <= done.answered
 
