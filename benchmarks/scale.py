@@ -242,7 +242,6 @@ PACKAGE = Package(
         "s a tensor",
         f"{_SMALL_TENSORS}: 20,000 by the loader in 11.4 s, unpaced, before load plans",
         Status.MEASURED,
-        "finished: staged_s",
     ),
     tensor_at_best=Constant(
         14.36 / 139_500,
@@ -389,7 +388,7 @@ class Model:
     ``parameters``: all of them. ``tensors_per_layer``: tensors of a layer in the checkpoint,
     without routed experts; ``matrices_per_layer`` of them are quantized in FP8. ``experts``: routed
     ones in each of ``expert_layers``, each of three matrices of ``hidden`` by ``expert_width``.
-    ``products``: elements of the matrix in each layer that SGLang finishes after loading, in each
+    ``finished``: elements of the matrix in each layer that SGLang finishes after loading, in each
     precision (MLA's ``kv_b_proj``).
     """
 
@@ -404,7 +403,7 @@ class Model:
     experts: int = 0
     expert_layers: int = 0
     expert_width: int = 0
-    products: int = 0
+    finished: int = 0
 
     @property
     def expert_parameters(self) -> float:
@@ -477,7 +476,7 @@ DEEPSEEK = Model(
     expert_layers=58,
     expert_width=2048,
     # a rank of 512; 128 heads, each of 128 for keys and for values
-    products=512 * 128 * 256,
+    finished=512 * 128 * 256,
 )
 KIMI = Model(
     "Kimi K2",
@@ -492,7 +491,7 @@ KIMI = Model(
     expert_layers=60,
     expert_width=2048,
     # the same with 64 heads
-    products=512 * 64 * 256,
+    finished=512 * 64 * 256,
 )
 MODELS = (QWEN_7B, QWEN_32B, LLAMA_70B, QWEN_30B, QWEN_235B, DEEPSEEK, KIMI)
 
@@ -553,23 +552,23 @@ class Deployment:
     @property
     def is_finished(self) -> bool:
         """Whether SGLang may finish the model after loading: it is staged after a proof."""
-        return bool(self.model.products) or self.precision is Precision.FP8
+        return bool(self.model.finished) or self.precision is Precision.FP8
 
     @property
     def finished_tensors(self) -> int:
         """Tensors that go by the model's loader and are finished: FP8 has one more, the scales.
 
-        The proof finds that finishing leaves everything else as it was loaded. On an H100 so it
-        does with blocks of FP8, too.
+        A proof finds that finishing leaves everything else as it was loaded, by SGLang's code also
+        blocks of FP8 on an H100.
         """
-        if not self.model.products:
+        if not self.model.finished:
             return 0
         return self.model.layers * (2 if self.precision is Precision.FP8 else 1)
 
     @property
     def finished_bytes(self) -> float:
         """Bytes of a card's part of them."""
-        elements = self.model.products * self.model.layers / self.attention_cards
+        elements = self.model.finished * self.model.layers / self.attention_cards
         return elements * self.precision.parameter_bytes
 
 
