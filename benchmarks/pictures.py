@@ -130,16 +130,22 @@ def _gap(row: Row, label: str) -> Bar:
 
 
 def _small_tensors(results: Sequence[Result]) -> list[Panel]:
-    def bars(key: str) -> list[Bar]:
+    def bars(key: str, *, limit: float | None = 1, mark: str | None = None) -> list[Bar]:
         return [
-            bar(f"by {row['way']}", row["server"], row[key], 1) for _, _, row in rows_of(results)
-        ]
+            bar(f"{label}by {row['way']}", row["server"], row[key], limit,
+                _median(row[mark]) if mark else None)
+            for label, _, row in rows_of(results)
+            # upstream makes no step beside an update
+            if row[key] is not None
+        ]  # fmt: skip
 
     return [
         Panel("p95 of the gaps between tokens beside the update", "over that without an update",
-              bars("p95_ratio"), SAME_WITHOUT),
+              bars("p95_ratio", mark="control_ratio"), SAME_WITHOUT, "the control"),
         Panel("Largest of them", "over that without an update", bars("largest_ratio"),
               SAME_WITHOUT),
+        Panel("Time of an update without requests; upstream's blocks them", "s",
+              bars("idle_s", limit=None)),
     ]  # fmt: skip
 
 

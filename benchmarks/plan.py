@@ -88,7 +88,20 @@ PLAN = (
     ),
     Planned("update_gap", "--size 500m --rounds 1 --updates 1", None, 3600, label="500m"),
     Planned("update_gap", "--size 1.5b --rounds 1 --updates 1", None, 3600, label="1.5b"),
-    Planned("small_tensors", "--rounds 1", "--size experts-1k --streams 8", 1800),
+    Planned(
+        "small_tensors",
+        "--rounds 1 --updates 2",
+        "--size experts-1k --streams 8 --updates 1 --no-unpaced",
+        1800,
+        label="20k",
+    ),
+    Planned(
+        "small_tensors",
+        "--size experts-140k --rounds 1 --updates 1 --no-unpaced --ways disk,value",
+        None,
+        3600,
+        label="140k",
+    ),
     Planned(
         "commit_size",
         "--sizes 135m,500m,1.5b --rounds 1 --updates 3",

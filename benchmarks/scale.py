@@ -32,7 +32,7 @@ ONE_STEP = 0.01
 SECTOR_BYTES = 32
 FILE_WIDTH = 200
 NO_ROOM = "does not fit"
-INTERPRETER = "interpreter"
+TRANSPORT = "transport"
 
 
 class Status(enum.StrEnum):
@@ -187,9 +187,11 @@ class Package:
 
     pace: Constant
     interpreter_share: Constant
-    tensor_paced: Constant
-    tensor_unpaced: Constant
+    tensor_planned: Constant
+    tensor_recorded: Constant
+    tensor_loaded: Constant
     tensor_at_best: Constant
+    reading: Constant
     broadcast: Constant
     hashing: Constant
     readers_at_rest: Constant
@@ -221,19 +223,25 @@ PACKAGE = Package(
         Status.SET,
         "stalls: beside_staging_tokens_per_s",
     ),
-    tensor_paced=Constant(
-        52.5 / 20_000,
+    tensor_planned=Constant(
+        13e-6,
         "s a tensor",
-        f"{_SMALL_TENSORS}: 20,000 by value in 52.5 s beside requests",
+        f"{_RESULTS}, small_tensors, 2 cores without a GPU: processor time beside the loop",
         Status.MEASURED,
         "stalls: staged_s",
     ),
-    tensor_unpaced=Constant(
+    tensor_recorded=Constant(
+        71e-6,
+        "s a tensor",
+        "sglang_inflight/scheduler/update/plans/record.py (2026-11-27), 2 cores without a GPU: a "
+        "run of SGLang's loader on tensors without memory",
+        Status.MEASURED,
+    ),
+    tensor_loaded=Constant(
         11.4 / 20_000,
         "s a tensor",
-        f"{_SMALL_TENSORS}: 20,000 by value in 11.4 s, unpaced",
+        f"{_SMALL_TENSORS}: 20,000 by the loader in 11.4 s, unpaced, before load plans",
         Status.MEASURED,
-        "stalls: staged_s",
     ),
     tensor_at_best=Constant(
         14.36 / 139_500,
@@ -241,6 +249,12 @@ PACKAGE = Package(
         f"{_CHECKPOINT_ENGINE}: Kimi K2 FP8, all of 139,500 tensors in 14.36 s on 16 H20s. So a "
         "loader on such a host takes at most this, without our checks",
         Status.PUBLISHED,
+    ),
+    reading=Constant(
+        3.02 * GB / 1.73,
+        "B/s",
+        f"{_RESULTS}, read_checkpoint {_RUN}: 1.5B from the page cache, one rank",
+        Status.MEASURED,
     ),
     broadcast=Constant(
         43.7 * GB,
@@ -374,7 +388,8 @@ class Model:
     ``parameters``: all of them. ``tensors_per_layer``: tensors of a layer in the checkpoint,
     without routed experts; ``matrices_per_layer`` of them are quantized in FP8. ``experts``: routed
     ones in each of ``expert_layers``, each of three matrices of ``hidden`` by ``expert_width``.
-    ``is_finished``: SGLang finishes it after loading in each precision (MLA).
+    ``finished``: elements of the matrix in each layer that SGLang finishes after loading, in each
+    precision (MLA's ``kv_b_proj``).
     """
 
     name: str
@@ -388,7 +403,7 @@ class Model:
     experts: int = 0
     expert_layers: int = 0
     expert_width: int = 0
-    is_finished: bool = False
+    finished: int = 0
 
     @property
     def expert_parameters(self) -> float:
@@ -460,7 +475,8 @@ DEEPSEEK = Model(
     experts=256,
     expert_layers=58,
     expert_width=2048,
-    is_finished=True,
+    # a rank of 512; 128 heads, each of 128 for keys and for values
+    finished=512 * 128 * 256,
 )
 KIMI = Model(
     "Kimi K2",
@@ -474,7 +490,8 @@ KIMI = Model(
     experts=384,
     expert_layers=60,
     expert_width=2048,
-    is_finished=True,
+    # the same with 64 heads
+    finished=512 * 64 * 256,
 )
 MODELS = (QWEN_7B, QWEN_32B, LLAMA_70B, QWEN_30B, QWEN_235B, DEEPSEEK, KIMI)
 
@@ -527,9 +544,32 @@ class Deployment:
         return self.model.tensors(self.precision)
 
     @property
+    def taken_bytes(self) -> float:
+        """Bytes of the tensors of which a card takes a part: its experts, and everything else."""
+        model, precision = self.model, self.precision
+        return model.expert_bytes(precision) / self.cards + model.other_bytes(precision)
+
+    @property
     def is_finished(self) -> bool:
-        """Whether SGLang finishes the model after loading: it is staged after a proof."""
-        return self.model.is_finished or self.precision is Precision.FP8
+        """Whether SGLang may finish the model after loading: it is staged after a proof."""
+        return bool(self.model.finished) or self.precision is Precision.FP8
+
+    @property
+    def finished_tensors(self) -> int:
+        """Tensors that go by the model's loader and are finished: FP8 has one more, the scales.
+
+        A proof finds that finishing leaves everything else as it was loaded, by SGLang's code also
+        blocks of FP8 on an H100.
+        """
+        if not self.model.finished:
+            return 0
+        return self.model.layers * (2 if self.precision is Precision.FP8 else 1)
+
+    @property
+    def finished_bytes(self) -> float:
+        """Bytes of a card's part of them."""
+        elements = self.model.finished * self.model.layers / self.attention_cards
+        return elements * self.precision.parameter_bytes
 
 
 def _deployments() -> Iterator[Deployment]:
@@ -657,24 +697,26 @@ def commit_s(deployment: Deployment, form: Form, share: float, machine: Machine 
 
 @dataclass(frozen=True)
 class Staging:
-    """The parts of staging. The first three overlap; the digest is read at the end."""
+    """The parts of staging. The first three overlap; finishing and the digest come at the end."""
 
     transport_s: float
     bytes_s: float
     interpreter_s: float
+    finishing_s: float
     digest_s: float
 
     @property
     def total_s(self) -> float:
-        return max(self.transport_s, self.bytes_s, self.interpreter_s) + self.digest_s
+        overlapping = max(self.transport_s, self.bytes_s, self.interpreter_s)
+        return overlapping + self.finishing_s + self.digest_s
 
     @property
     def bound(self) -> str:
         """Return the part that the others wait for."""
         parts = {
-            "transport": self.transport_s,
+            TRANSPORT: self.transport_s,
             "pace of bytes": self.bytes_s,
-            INTERPRETER: self.interpreter_s,
+            "interpreter": self.interpreter_s,
         }
         return max(parts, key=lambda name: parts[name])
 
@@ -683,37 +725,77 @@ def staging(
     deployment: Deployment,
     machine: Machine = H100,
     *,
-    tensor_s: float = PACKAGE.tensor_paced.value,
+    form: Form = Form.CHANGES,
     sent: float | None = None,
-    is_paced: bool = True,
 ) -> Staging:
-    """Return how long a broadcast update is staged.
+    """Return how long a broadcast update is staged by its plan, while requests run.
 
-    Every card receives all tensors and keeps its part. ``sent``: bytes broadcast, if not all.
-    ``tensor_s``: seconds that a tensor takes of the staging thread, with its sleeps.
-    ``is_paced``: whether requests run meanwhile.
+    The layout was seen before: ``first_s`` is what the first update takes beside this. Every card
+    receives all tensors and takes its part. ``sent``: bytes broadcast, if not all.
     """
-    weights, total = deployment.card_bytes, deployment.total_bytes
-    # what comes is read by a check; a weight is marked, and copied or compared
-    touched = total + 3 * weights
-    # pieces go to the host and are hashed there, in turn
-    digest_s = weights * (1 / machine.from_card.value + 1 / PACKAGE.hashing.value)
+    total, share = deployment.total_bytes, PACKAGE.interpreter_share.value
+    finished = deployment.finished_tensors
+    interpreter_s = (deployment.tensors - finished) * PACKAGE.tensor_planned.value
+    interpreter_s += finished * PACKAGE.tensor_loaded.value
+    # a part goes into a raw module in the host's memory, and back to the card to be finished
+    over_link = 1 / machine.from_card.value + 1 / machine.to_card.value
     return Staging(
         transport_s=(total if sent is None else sent) / PACKAGE.broadcast.value,
-        bytes_s=touched / (PACKAGE.pace.value if is_paced else machine.copies),
-        interpreter_s=deployment.tensors * tensor_s,
-        digest_s=digest_s if is_paced else digest_s / PACKAGE.readers_at_rest.value,
+        bytes_s=touched_bytes(deployment, form) / PACKAGE.pace.value,
+        interpreter_s=interpreter_s / share,
+        finishing_s=deployment.finished_bytes * over_link,
+        digest_s=_digest_s(deployment, machine),
     )
+
+
+def touched_bytes(deployment: Deployment, form: Form) -> float:
+    """Return the bytes that count for the pace, without those of finishing and of the digest.
+
+    Every tensor that comes is read by a check. One of which the card takes a part waits in a
+    batch. Then a weight is written (whole copies), or read, compared, and its bits are kept.
+    """
+    passes = 3 if form is Form.CHANGES else 1
+    return deployment.total_bytes + deployment.taken_bytes + passes * deployment.card_bytes
+
+
+def first_s(deployment: Deployment, *, tensor_s: float = PACKAGE.tensor_loaded.value) -> float:
+    """Return the seconds that the first update of a layout takes beside ``staging``.
+
+    The plan is searched by a run of the loader, and the served checkpoint proves it. Of a model
+    that SGLang finishes the checkpoint is also loaded and finished, at ``tensor_s`` a tensor. With
+    ``SGLANG_INFLIGHT_PROOF=start`` a server does all of this when it starts.
+    """
+    share = PACKAGE.interpreter_share.value
+    proof_s = deployment.taken_bytes / PACKAGE.reading.value
+    found_s = deployment.tensors * PACKAGE.tensor_recorded.value / share + proof_s
+    if not deployment.is_finished:
+        return found_s
+    return found_s + deployment.tensors * tensor_s / share + proof_s
+
+
+def _digest_s(deployment: Deployment, machine: Machine) -> float:
+    """Return the seconds of a digest: pieces go to the host and are hashed there, in turn."""
+    return deployment.card_bytes * (1 / machine.from_card.value + 1 / PACKAGE.hashing.value)
 
 
 def held_s(
     deployment: Deployment,
     machine: Machine = H100,
     *,
-    tensor_s: float = PACKAGE.tensor_unpaced.value,
+    tensor_s: float = PACKAGE.tensor_loaded.value,
 ) -> float:
-    """Return the seconds for which requests wait in the form ``off``, where nothing is paced."""
-    return staging(deployment, machine, tensor_s=tensor_s, is_paced=False).total_s
+    """Return the seconds for which requests wait in the form ``off``, where nothing is paced.
+
+    Such an update has no plan: each tensor takes ``tensor_s`` of the model's loader.
+    """
+    touched = deployment.total_bytes + deployment.card_bytes
+    return Staging(
+        transport_s=deployment.total_bytes / PACKAGE.broadcast.value,
+        bytes_s=touched / machine.copies,
+        interpreter_s=deployment.tensors * tensor_s,
+        finishing_s=0.0,
+        digest_s=_digest_s(deployment, machine) / PACKAGE.readers_at_rest.value,
+    ).total_s
 
 
 def stall_s(deployment: Deployment, form: Form, share: float, machine: Machine = H100) -> float:
@@ -724,10 +806,14 @@ def stall_s(deployment: Deployment, form: Form, share: float, machine: Machine =
 
 
 def changes_sent_bytes(deployment: Deployment, share: float) -> float:
-    """Return the bytes of the sparse tensors that carry ``share`` of the whole model's elements."""
+    """Return the bytes of the sparse tensors that carry ``share`` of the whole model's elements.
+
+    Tensors that SGLang finishes come whole.
+    """
     width = deployment.precision.element_bytes
+    whole = deployment.finished_bytes * deployment.attention_cards
     # positions are int32
-    return deployment.total_bytes / width * share * (width + 4)
+    return whole + (deployment.total_bytes - whole) / width * share * (width + 4)
 
 
 @dataclass(frozen=True)
@@ -1144,27 +1230,24 @@ def _summary() -> Table:
         rows.append(
             [f"stall, `{form.value}`", f"{_ms(min(stalls))} to {_ms(max(stalls))} ms", note]
         )
-    fast, ours = _per_tensor()
-    held = [held_s(each, tensor_s=PACKAGE.tensor_at_best.value) for each in DEPLOYMENTS]
-    held += [held_s(each) for each in DEPLOYMENTS]
+    held = [held for each in DEPLOYMENTS for held in _by_loader(each)]
     rows.append(["stall, `off`", f"{_range(min(held), max(held))} s", "the whole update"])
-    staged = [staging(each, tensor_s=each_s) for each in DEPLOYMENTS for each_s in (fast, ours)]
+    staged = [staging(each) for each in DEPLOYMENTS]
     totals = [each.total_s for each in staged]
-    slow = sum(staging(each).bound == INTERPRETER for each in DEPLOYMENTS)
+    wire = sum(each.bound == TRANSPORT for each in staged)
     rows.append(
         [
             "staged beside decoding",
             f"{_range(min(totals), max(totals))} s",
-            f"bound by the interpreter in {slow} of {len(DEPLOYMENTS)}",
+            f"bound by the transport in {wire} of {len(DEPLOYMENTS)}",
         ]
     )
     return Table("summary", f"All deployments, {ONE_STEP:.0%} changed", ("", "", ""), rows)
 
 
-def _per_tensor() -> tuple[float, float]:
-    """Return the seconds of a paced tensor: with a fast host's loader, and as we measured."""
-    at_best = PACKAGE.tensor_at_best.value
-    return at_best / PACKAGE.interpreter_share.value, PACKAGE.tensor_paced.value
+def _by_loader(deployment: Deployment) -> tuple[float, float]:
+    """Return the seconds of an update in place: with a fast host's loader, and with ours."""
+    return held_s(deployment, tensor_s=PACKAGE.tensor_at_best.value), held_s(deployment)
 
 
 def _deployed() -> Table:
@@ -1202,8 +1285,7 @@ def _stalls() -> Table:
         for form in (Form.DEVICE, Form.HOST, Form.REMAP):
             fits = memory(each, form, ONE_STEP).fits
             cells.append(_ms(stall_s(each, form, ONE_STEP)) if fits else NO_ROOM)
-        least = held_s(each, tensor_s=PACKAGE.tensor_at_best.value)
-        cells.append(_range(least, held_s(each)))
+        cells.append(_range(*_by_loader(each)))
         rows.append(cells)
     return Table("stall", "Stall of an update, ms", columns, rows)
 
@@ -1246,30 +1328,34 @@ def _stagings() -> Table:
         f"transport of {ONE_STEP:.0%}, s",
         "bytes, s",
         "interpreter, s",
+        "finishing, s",
         "digest, s",
         "staged, s",
         "bound by",
         "tokens of a stream meanwhile",
         "trainer's steps",
+        "the first update takes longer by, s",
     )
     rows = []
     for each in DEPLOYMENTS:
-        best, ours = (staging(each, tensor_s=tensor_s) for tensor_s in _per_tensor())
-        stalled = stall_s(each, Form.CHANGES, ONE_STEP)
-        least, most = (staleness(of.total_s, stalled) for of in (best, ours))
+        staged = staging(each)
+        stale = staleness(staged.total_s, stall_s(each, Form.CHANGES, ONE_STEP))
         sparse = staging(each, sent=changes_sent_bytes(each, ONE_STEP)).transport_s
+        first = (first_s(each, tensor_s=PACKAGE.tensor_at_best.value), first_s(each))
         rows.append(
             [
                 each.name,
-                _round(ours.transport_s),
-                "refused" if each.is_finished else _round(sparse),
-                _round(ours.bytes_s),
-                _range(best.interpreter_s, ours.interpreter_s),
-                _round(ours.digest_s),
-                _range(best.total_s, ours.total_s),
-                " or ".join(dict.fromkeys((best.bound, ours.bound))),
-                _range(least.tokens, most.tokens),
-                _range(least.train_steps, most.train_steps),
+                _round(staged.transport_s),
+                _round(sparse),
+                _round(staged.bytes_s),
+                _round(staged.interpreter_s),
+                _round(staged.finishing_s),
+                _round(staged.digest_s),
+                _round(staged.total_s),
+                staged.bound,
+                _round(stale.tokens),
+                _round(stale.train_steps),
+                _range(*first),
             ]
         )
     return Table("staging", "Staging by broadcasts beside decoding, and staleness", columns, rows)
@@ -1355,7 +1441,9 @@ def _value(constant: Constant) -> str:
     if unit == "s a byte":
         return f"{_round(value * GB * 1e3)} ms a GB"
     if unit.startswith("s") and value < 1:
-        return f"{_round(value * 1e3)} m{unit}"
+        return (
+            f"{_round(value * 1e3)} m{unit}" if value > 1e-4 else f"{_round(value * 1e6)} µ{unit}"
+        )
     return f"{_round(value)} {unit}"
 
 

@@ -14,7 +14,11 @@ Rounds = Annotated[
     int, typer.Option(min=1, help="how often each server is started, one after the other")
 ]
 Size = Annotated[
-    str, typer.Option(help="model: smollm2, tiny, tiny-even, 135m, 135m-even, 500m, 1.5b")
+    str,
+    typer.Option(
+        help="model: smollm2, tiny, tiny-even, 135m, 135m-even, 500m, 1.5b, experts-1k, "
+        "experts-20k, experts-140k"
+    ),
 ]
 Way = Annotated[Transport | None, typer.Option(help="send weights in this way only")]
 Sizes = Annotated[str, typer.Option(help="models, smallest first, with commas between")]

@@ -16,12 +16,15 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -30,6 +33,7 @@ from typing import Any, Literal
 import httpx
 import torch
 
+from benchmarks.common.models import WEIGHTS
 from benchmarks.common.peers import CLASSES, Kind, Peer
 from examples.stories.weights import changes_between
 from harness.starting import forked_children
@@ -37,8 +41,8 @@ from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
-# ways of tensors that are sent one by one
-Small = Literal["value", "broadcast"]
+# ways of many small tensors
+Small = Literal["disk", "value", "broadcast"]
 # phases of an update: before the first byte, amid the bytes, before the commit, after its answer
 Phase = Literal["begun", "sending", "staged", "committed"]
 
@@ -46,6 +50,8 @@ GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
 JOIN_S = 120.0
 SMALL_POLL_S = 0.0001
+# bytes that ``copy_memory`` copies at a time, some tenths of a millisecond
+COPIED_BYTES = 1 << 20
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 Named = list[tuple[str, torch.Tensor]]
 
@@ -117,10 +123,19 @@ class Trainer:
     def send_small(self, transport: Small) -> Update:
         """Send the checkpoint tensor by tensor, and wait until it is live.
 
-        ``value`` pickles tensors one by one into one payload; ``broadcast`` sends one broadcast per
-        tensor, for a single call.
+        ``disk`` writes it into a folder of its own before; ``value`` pickles tensors one by one
+        into one payload; ``broadcast`` sends one broadcast per tensor, for a single call. Upstream
+        is paused meanwhile.
         """
         return self._order("send_small", transport)
+
+    def copy_memory(self, seconds: float, share: float = 1.0) -> Update:
+        """Copy the checkpoint's bytes in this process's memory, spread over ``seconds``.
+
+        No server takes part. As many bytes are read as an update brings, and as many written;
+        or a ``share`` of them.
+        """
+        return self._order("copy_memory", seconds, share)
 
     def send_by_value(self, nbytes: int) -> Update:
         """Send tensors of ``nbytes`` in all, pickled into one body, and wait until they are live.
@@ -199,6 +214,8 @@ class _Sender:
         self._count = 0
         self._last_byte = 0.0
         self._by_value = b""
+        self._copied = b""
+        self._copy = bytearray()
 
     def update(self, transport: Transport, mode: str | None = None) -> Update:
         self._count += 1
@@ -208,7 +225,7 @@ class _Sender:
         self._flushes = mode not in (None, "in_place", "keep")
         is_in_flight = self._kind == "ours" and mode in (None, "recompute")
         with contextlib.nullcontext() if is_in_flight else self._paused(mode):
-            receipt = self._from_disk() if transport == "disk" else self._session(pieces)
+            receipt = self._from_disk(self._model) if transport == "disk" else self._session(pieces)
         answered = time.perf_counter()
         return Update(sent, self._last_byte, answered, receipt)
 
@@ -231,31 +248,80 @@ class _Sender:
 
     def send_small(self, transport: Small) -> Update:
         self._count += 1
-        pairs = self._load()
-        body = {**self._label(), **self._how}
-        if transport == "value":
-            # each tensor with memory of its own, like a trainer's
-            content = pickle.dumps([(name, tensor.clone()) for name, tensor in pairs])
-            body["serialized_named_tensors"] = [base64.b64encode(content).decode()]
-            sent = last_byte = time.perf_counter()
-            receipt = self._post("/update_weights_from_tensor", body)
-        else:
-            group = self._group = self._group or self._join_group()
-            body |= {
-                "names": [name for name, _ in pairs],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
-                "shapes": [list(tensor.shape) for _, tensor in pairs],
-                "group_name": GROUP,
-            }
+        with contextlib.ExitStack() as stack:
+            if transport == "disk":
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                send = partial(self._small_from_disk, self._written_anew(folder))
+            elif transport == "value":
+                # each tensor with memory of its own, like a trainer's
+                content = pickle.dumps([(name, tensor.clone()) for name, tensor in self._load()])
+                send = partial(self._small_by_value, base64.b64encode(content).decode())
+            else:
+                self._group = self._group or self._join_group()
+                send = partial(self._small_by_broadcast, self._group, self._load())
             sent = time.perf_counter()
-            with self._while_posting("/update_weights_from_distributed", body) as answers:
-                for _, tensor in pairs:
-                    is_sent = group.broadcast(tensor)
-                    while not is_sent():
-                        time.sleep(SMALL_POLL_S)
-                last_byte = time.perf_counter()
-            (receipt,) = answers
-        return Update(sent, last_byte, time.perf_counter(), receipt)
+            receipt = self._blocking(send, transport) if self._kind == "upstream" else send()
+            return Update(sent, self._last_byte, time.perf_counter(), receipt)
+
+    def copy_memory(self, seconds: float, share: float) -> Update:
+        if not self._copied:
+            self._copied = (self._model / WEIGHTS).read_bytes()
+            # written once before, so that no page is new to this process
+            self._copy = bytearray(self._copied)
+        nbytes = round(share * len(self._copied))
+        source, target = memoryview(self._copied)[:nbytes], memoryview(self._copy)[:nbytes]
+        sent = time.perf_counter()
+        for start in range(0, len(source), COPIED_BYTES):
+            due = sent + seconds * start / nbytes
+            time.sleep(max(0.0, due - time.perf_counter()))
+            end = start + COPIED_BYTES
+            target[start:end] = source[start:end]
+        last_byte = time.perf_counter()
+        time.sleep(max(0.0, sent + seconds - last_byte))
+        return Update(sent, last_byte, time.perf_counter(), {})
+
+    def _written_anew(self, folder: Path) -> Path:
+        """Return a copy of the checkpoint, which no writing of pages to the disk follows."""
+        copy = shutil.copytree(self._model, folder / f"v{self._count}")
+        os.sync()
+        return copy
+
+    def _blocking(self, send: Callable[[], dict[str, Any]], transport: Small) -> dict[str, Any]:
+        """Send to upstream, which makes no step meanwhile, and takes tensors in a session alone."""
+        with self._paused(None):
+            if transport == "disk":
+                return send()
+            self._post("/begin_weight_update", {})
+            receipt = send()
+            self._post("/end_weight_update", {})
+            return receipt
+
+    def _small_from_disk(self, checkpoint: Path) -> dict[str, Any]:
+        self._last_byte = time.perf_counter()
+        return self._from_disk(checkpoint)
+
+    def _small_by_value(self, payload: str) -> dict[str, Any]:
+        body = {"serialized_named_tensors": [payload], **self._label(), **self._how}
+        self._last_byte = time.perf_counter()
+        return self._post("/update_weights_from_tensor", body)
+
+    def _small_by_broadcast(self, group: TrainerGroup, pairs: Named) -> dict[str, Any]:
+        body = {
+            "names": [name for name, _ in pairs],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
+            "shapes": [list(tensor.shape) for _, tensor in pairs],
+            "group_name": GROUP,
+            **self._label(),
+            **self._how,
+        }
+        with self._while_posting("/update_weights_from_distributed", body) as answers:
+            for _, tensor in pairs:
+                is_sent = group.broadcast(tensor)
+                while not is_sent():
+                    time.sleep(SMALL_POLL_S)
+            self._last_byte = time.perf_counter()
+        (receipt,) = answers
+        return receipt
 
     def send_by_value(self, nbytes: int) -> Update:
         if not self._by_value:
@@ -298,7 +364,7 @@ class _Sender:
         if self._weights is None:
             from safetensors.torch import load_file
 
-            self._weights = list(load_file(self._model / "model.safetensors").items())
+            self._weights = list(load_file(self._model / WEIGHTS).items())
         return self._weights
 
     def _join_group(self) -> TrainerGroup:
@@ -326,11 +392,11 @@ class _Sender:
         yield
         self._post(peer.resume_path, {})
 
-    def _from_disk(self) -> dict[str, Any]:
+    def _from_disk(self, checkpoint: Path) -> dict[str, Any]:
         if self._kind == "vllm":
-            to = {"weights_path": str(self._model)}
+            to = {"weights_path": str(checkpoint)}
             return self._post("/collective_rpc", {"method": "reload_weights", "kwargs": to})
-        body = {"model_path": str(self._model), **self._label(), **self._how}
+        body = {"model_path": str(checkpoint), **self._label(), **self._how}
         return self._post("/update_weights_from_disk", body)
 
     def _session(self, pieces: list[Any]) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from typer.main import get_command
@@ -19,10 +21,14 @@ from benchmarks.common.load import Arrival, Load
 from benchmarks.common.machine import ROOT
 from benchmarks.common.plots import Bar, Panel, draw
 from benchmarks.common.report import Report, Summary
+from benchmarks.common.trainer import COPIED_BYTES
+from benchmarks.common.trainer import _Sender as Sender
 from benchmarks.front_door import Answered, Window
 from benchmarks.gpu.report import BEGIN, END
 from benchmarks.pictures import PANELS, TIMELINE, rates_in_bins
 from benchmarks.plan import ABOUT, PLAN, chosen
+from benchmarks.small_tensors import Found, Steps, cells, known_ways
+from benchmarks.sustained import over
 from benchmarks.thrown_away import prefilled_by
 from benchmarks.timeline import arrivals_around, longest_silence
 
@@ -216,6 +222,65 @@ def test_request_that_waited_for_the_whole_window_counts_in_the_latency_only() -
     assert window.rate == 0.5
     assert window.latency.high == pytest.approx(2600)
     assert window.latency.count == 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ratio"),
+    [(0.3, 0.1, 3), (0.1, 0.0, math.inf), (0.1, -0.1, math.inf), (-0.1, 0.1, 0), (0.0, -0.1, 1)],
+)
+def test_cost_of_an_update_below_zero_meets_a_goal_that_a_cost_misses(
+    ours: float, theirs: float, ratio: float
+) -> None:
+    assert over(ours, theirs) == pytest.approx(ratio)
+
+
+def test_windows_of_one_kind_have_one_p95() -> None:
+    steps = Steps()
+    steps.add([0.1] * 90, 9.0)
+    steps.add([0.2] * 10, 1.0)
+    assert steps.p95 == pytest.approx(0.2)
+    assert steps.rate == pytest.approx(10)
+
+
+def test_unknown_way_is_measured() -> None:
+    assert known_ways("value,disk") == ["value", "disk"]
+    with pytest.raises(typer.BadParameter, match="'values'; there are disk, value, broadcast"):
+        known_ways("disk,values")
+
+
+def test_server_without_steps_has_a_time_and_no_bar_of_steps() -> None:
+    report = Report("small_tensors", (), {})
+    with_steps, without = Found(idle_s=[1.0], cpu_us=[9.0]), Found(idle_s=[2.0], cpu_us=[9.0])
+    with_steps.update_s.append(3.0)
+    for steps, gap in (
+        (with_steps.update, 0.3),
+        (with_steps.still, 0.2),
+        (with_steps.control, 0.4),
+    ):
+        steps.add([gap] * 20, 3.0)
+    for server, found in (("ours", with_steps), ("upstream", without)):
+        report.add(server=server, way="disk", **cells(found))
+    p95, largest, seconds = PANELS["small_tensors"](
+        [Result(FULL["small_tensors-20k"], RUN, report)]
+    )
+    assert [(bar.server, bar.value, bar.mark) for bar in p95.bars] == [
+        ("ours", pytest.approx(1.5), pytest.approx(2))
+    ]
+    assert [bar.server for bar in largest.bars] == ["ours"]
+    assert [(bar.server, bar.value) for bar in seconds.bars] == [("ours", 1), ("upstream", 2)]
+
+
+def test_control_copies_less_than_the_checkpoint() -> None:
+    sender = Sender(httpx.Client(), Path(), "ours", bytes_per_s=0, tell=lambda said: None)
+    sender._copied = bytes(range(256)) * (COPIED_BYTES // 100)
+    sender._copy = bytearray(len(sender._copied))
+    assert len(sender._copied) > 2 * COPIED_BYTES
+    half = len(sender._copy) // 2
+    sender.copy_memory(0.0, 0.5)
+    assert sender._copy == sender._copied[:half] + bytes(len(sender._copy) - half)
+    done = sender.copy_memory(0.0, 1.0)
+    assert sender._copy == sender._copied
+    assert done.sent <= done.last_byte <= done.answered
 
 
 def test_prefills_are_counted_from_the_log() -> None:

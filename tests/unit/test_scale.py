@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import scale
 from benchmarks.scale import (
@@ -25,10 +29,14 @@ from benchmarks.scale import (
     Status,
 )
 from harness.starting import ROOT
-from sglang_inflight.scheduler.update.rate import choose_rate
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans import audit
+from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.sources.groups import WINDOW_BYTES
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES
 from sglang_inflight.settings import Settings
+from tests.support import rank as ranks
+from tests.support.rank import Rank
 
 each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each.name)
 
@@ -107,12 +115,88 @@ def test_more_changes_stall_for_less_time(deployment: Deployment) -> None:
     assert all(few <= many for few, many in pairwise(stalls))
 
 
+class Counting(RateLimit):
+    """Counts the bytes that staging spends."""
+
+    def __init__(self) -> None:
+        super().__init__(0, lambda: False)
+        self.spent = 0
+
+    def spend(self, nbytes: int) -> None:
+        self.spent += nbytes
+
+
+class Half(nn.Module):
+    """A rank's half of a tensor. Another tensor is another rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "both halves":
+                self.kept.data.copy_(tensor[:4])
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    [(StagingMode.CHANGES, Form.CHANGES), (StagingMode.DEVICE, Form.DEVICE)],
+)
+def test_model_counts_other_bytes_for_the_pace_than_staging(
+    mode: StagingMode, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Counting()
+    monkeypatch.setattr(Rank, "plans", True)
+    monkeypatch.setattr(ranks, "UNPACED", limit)
+    monkeypatch.setattr(audit, "_MOST_TENSORS", 0)
+    sent = {
+        "both halves": torch.ones(8, 6, dtype=torch.bfloat16),
+        "another's": torch.ones(3, 5, dtype=torch.bfloat16),
+    }
+    with torch.no_grad():
+        rank = Rank(mode, Half(), checkpoint_shapes={n: t.shape for n, t in sent.items()})
+        update = rank.begin()
+        rank.prepare(update)
+        limit.spent = 0
+        rank.fill(update, sent)
+    card: Any = SimpleNamespace(
+        total_bytes=2 * (8 * 6 + 3 * 5), taken_bytes=2 * 8 * 6, card_bytes=2 * 4 * 6
+    )
+    assert limit.spent == scale.touched_bytes(card, form)
+
+
 @each_deployment
 def test_staging_is_faster_than_its_transport_and_its_paces(deployment: Deployment) -> None:
     staged = scale.staging(deployment)
     assert staged.total_s >= deployment.total_bytes / PACKAGE.broadcast.value
     assert staged.total_s >= deployment.total_bytes / PACKAGE.pace.value
-    assert staged.total_s >= deployment.tensors * PACKAGE.tensor_paced.value
+    share = PACKAGE.interpreter_share.value
+    assert staged.total_s >= deployment.tensors * PACKAGE.tensor_planned.value / share
+
+
+@each_deployment
+def test_card_takes_fewer_bytes_than_it_keeps_or_more_than_come(deployment: Deployment) -> None:
+    assert deployment.card_bytes <= deployment.taken_bytes <= deployment.total_bytes
+    assert deployment.finished_bytes < deployment.card_bytes
+    assert deployment.finished_tensors < deployment.tensors
+
+
+@each_deployment
+def test_whole_copies_touch_fewer_bytes_than_come_or_more_than_changes(
+    deployment: Deployment,
+) -> None:
+    copies = scale.touched_bytes(deployment, Form.DEVICE)
+    least = deployment.total_bytes + deployment.card_bytes
+    assert least <= copies <= scale.touched_bytes(deployment, Form.CHANGES)
+
+
+@each_deployment
+def test_first_update_is_as_short_as_later_ones(deployment: Deployment) -> None:
+    fast = scale.first_s(deployment, tensor_s=PACKAGE.tensor_at_best.value)
+    assert 0 < fast <= scale.first_s(deployment)
+    # a proof by SGLang's own finishing comes on top
+    assert (fast < scale.first_s(deployment)) == deployment.is_finished
 
 
 def test_longer_staging_leaves_tokens_as_young() -> None:
