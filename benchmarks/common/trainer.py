@@ -42,7 +42,7 @@ from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
 # ways of many small tensors
-Small = Literal["disk", "value", "broadcast"]
+Small = Literal["disk", "bucket", "value", "broadcast"]
 # phases of an update: before the first byte, amid the bytes, before the commit, after its answer
 Phase = Literal["begun", "sending", "staged", "committed"]
 
@@ -123,9 +123,10 @@ class Trainer:
     def send_small(self, transport: Small) -> Update:
         """Send the checkpoint tensor by tensor, and wait until it is live.
 
-        ``disk`` writes it into a folder of its own before; ``value`` pickles tensors one by one
-        into one payload; ``broadcast`` sends one broadcast per tensor, for a single call. Upstream
-        is paused meanwhile.
+        ``disk`` writes it into a folder of its own before; ``bucket`` broadcasts all of them side
+        by side, in a layout that our server keeps; ``value`` pickles tensors one by one into one
+        payload; ``broadcast`` sends one broadcast per tensor, for a single call. Upstream is paused
+        meanwhile.
         """
         return self._order("send_small", transport)
 
@@ -214,6 +215,8 @@ class _Sender:
         self._count = 0
         self._last_byte = 0.0
         self._by_value = b""
+        # digests of layouts that the server has
+        self._known_layouts: set[str | None] = set()
         self._copied = b""
         self._copy = bytearray()
 
@@ -256,6 +259,10 @@ class _Sender:
                 # each tensor with memory of its own, like a trainer's
                 content = pickle.dumps([(name, tensor.clone()) for name, tensor in self._load()])
                 send = partial(self._small_by_value, base64.b64encode(content).decode())
+            elif transport == "bucket":
+                (bucket,) = self._prepare_bucket()
+                self._group = self._group or self._join_group()
+                send = partial(self._small_by_bucket, self._group, bucket)
             else:
                 self._group = self._group or self._join_group()
                 send = partial(self._small_by_broadcast, self._group, self._load())
@@ -304,6 +311,24 @@ class _Sender:
         body = {"serialized_named_tensors": [payload], **self._label(), **self._how}
         self._last_byte = time.perf_counter()
         return self._post("/update_weights_from_tensor", body)
+
+    def _prepare_bucket(self) -> list[Bucket]:
+        pieces = (Piece.whole(name, tensor) for name, tensor in self._load())
+        return list(fill_buckets(pieces, 1 << 40, "cpu"))
+
+    def _small_by_bucket(self, group: TrainerGroup, bucket: Bucket) -> dict[str, Any]:
+        body = {**bucket.describe(), "group_name": GROUP, **self._label(), **self._how}
+        if self._kind == "ours" and bucket.layout_digest in self._known_layouts:
+            for name in ("names", "dtypes", "shapes"):
+                del body[name]
+        with self._while_posting("/update_weights_from_distributed", body) as answers:
+            is_sent = group.broadcast(bucket.flat)
+            while not is_sent():
+                time.sleep(SMALL_POLL_S)
+            self._last_byte = time.perf_counter()
+        self._known_layouts.add(bucket.layout_digest)
+        (receipt,) = answers
+        return receipt
 
     def _small_by_broadcast(self, group: TrainerGroup, pairs: Named) -> dict[str, Any]:
         body = {

@@ -244,7 +244,7 @@ def test_windows_of_one_kind_have_one_p95() -> None:
 
 def test_unknown_way_is_measured() -> None:
     assert known_ways("value,disk") == ["value", "disk"]
-    with pytest.raises(typer.BadParameter, match="'values'; there are disk, value, broadcast"):
+    with pytest.raises(typer.BadParameter, match="'values'; there are disk, bucket, value"):
         known_ways("disk,values")
 
 

@@ -130,6 +130,7 @@ class ForwardCaches:
         # what to set at a commit, by the tensor's slot
         self._resets: dict[_Key, list[tuple[_Slot, Any]]] = {}
         self._refusals: dict[_Key, str] = {}
+        self._has_searched = False
         # resets made so far, to tell a search of the staging thread that one came beside it
         self._times_reset = 0
         self._note()
@@ -165,9 +166,14 @@ class ForwardCaches:
                     self._noted.values[key] = value
             self._sizes = self._measure()
 
-    def why_not_updated(self) -> str | None:
-        """Return why no update may come now, by the name of a tensor, or None."""
-        self.find()
+    def why_not_updated(self, *, searches: bool = True) -> str | None:
+        """Return why no update may come now, by the name of a tensor, or None.
+
+        ``searches`` is false where an earlier answer will do: another one follows.
+        """
+        if searches or not self._has_searched:
+            self.find()
+            self._has_searched = True
         return next(iter(self._refusals.values()), None)
 
     def reset(self) -> None:

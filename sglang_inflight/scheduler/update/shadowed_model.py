@@ -654,13 +654,14 @@ def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str |
         of_model = why_stale if not in_place and model.findings.finishes else why_not
         if (reason := of_model(model.runner.model)) is not None:
             return f"weights of the {model.role} model cannot be {what}: {reason}"
-    return why_forwards_forbid(models)
+    # a search takes as long as many tensors, and a staged update has one at its seal
+    return why_forwards_forbid(models, searches=in_place)
 
 
-def why_forwards_forbid(models: Iterable[ShadowedModel]) -> str | None:
+def why_forwards_forbid(models: Iterable[ShadowedModel], *, searches: bool = True) -> str | None:
     """Return why what forwards have made of the weights forbids every update, or None."""
     for model in models:
-        if (reason := model.forward_caches.why_not_updated()) is not None:
+        if (reason := model.forward_caches.why_not_updated(searches=searches)) is not None:
             return f"weights of the {model.role} model cannot be updated: {reason}"
     return None
 

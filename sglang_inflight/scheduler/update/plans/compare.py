@@ -24,7 +24,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     encode,
     positions_in,
 )
-from sglang_inflight.scheduler.update.plans.targets import Boxes, Targets
+from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.weight import Weight
 
 
@@ -45,21 +45,20 @@ def compare(
     del served
     if not len(at):
         return
-    ends_in_row = targets.ends()
-    ends = torch.tensor(ends_in_row, device=device)
-    counts = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1))
+    bounds = targets.column("bounds", device, targets.bounds)
+    counts = torch.searchsorted(at, bounds).diff()
     box = torch.repeat_interleave(counts, output_size=len(at))
     width = new.element_size()
     if len(at) * (width + OFFSET_BYTES) >= len(new) * width:
         # values of whole ranges cost less, but a range must be one in the weight
-        yield from _whole(targets, bits, [0, *ends_in_row], counts.tolist())
+        yield from _whole(targets, bits, targets.bounds(), counts.tolist())
         if targets.boxes.are_ranges:
             return
         others = [not targets.boxes.is_range(n) for n in range(len(targets.boxes))]
         rest = torch.tensor(others, device=device)[box]
         at, box = at[rest], box[rest]
     if len(at):
-        within = at - torch.tensor([0, *ends_in_row[:-1]], device=device)[box]
+        within = at - bounds[box]
         yield from _changed(targets, box, within, bits[at])
 
 
@@ -100,8 +99,10 @@ def _changed(
     weights = targets.weights
     pieces = [-(-weight.live.numel() // PIECE) for weight in weights]
     first = [0, *accumulate(pieces)]
-    key = _positions(targets.boxes, box, within)
-    key += torch.tensor([first[at] * PIECE for at in targets.at], device=key.device)[box]
+    key = _positions(targets, box, within)
+    key += targets.column(
+        "weights' starts", key.device, lambda: [first[at] * PIECE for at in targets.at]
+    )[box]
     if bool((key[1:] < key[:-1]).any()):
         key, order = key.sort()
         values = values[order]
@@ -116,10 +117,10 @@ def _changed(
         yield weights[at], encode(start, length, at_piece % PIECE, some.clone())
 
 
-def _positions(boxes: Boxes, box: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+def _positions(targets: Targets, box: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
     """Return the positions of elements of the boxes ``box`` in their weights, int64."""
-    device = within.device
-    position = torch.tensor(boxes.offsets, device=device)[box]
+    boxes, device = targets.boxes, within.device
+    position = targets.column("offsets", device, lambda: boxes.offsets)[box]
     if boxes.are_ranges:
         return position.add_(within)
     for dim in range(max(map(len, boxes.shapes))):

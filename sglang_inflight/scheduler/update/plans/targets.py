@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -86,6 +86,8 @@ class Targets:
         self.boxes = Boxes()
         self._number: dict[int, int] = {}
         self._runs: list[list[int]] | None = None
+        # numbers of boxes on a device, by what they are
+        self._columns: dict[tuple[str, torch.device], torch.Tensor] = {}
         for weight, box in boxes:
             self.add(weight, box)
 
@@ -127,9 +129,18 @@ class Targets:
             pieces = tuple(piece.view(shape) for piece, shape in shaped)
         torch._foreach_copy_(self.views(memories), [*pieces])
 
-    def ends(self) -> list[int]:
-        """Return the end of each box in the row."""
-        return [*accumulate(self.boxes.sizes())]
+    def bounds(self) -> list[int]:
+        """Return where each box begins in the row, and where the last one ends."""
+        return [0, *accumulate(self.boxes.sizes())]
+
+    def column(
+        self, what: str, device: torch.device, make: Callable[[], Sequence[int]]
+    ) -> torch.Tensor:
+        """Return a number of each box, int64, made once. ``what``: its name."""
+        if (found := self._columns.get((what, device))) is None:
+            found = torch.tensor(make(), dtype=torch.int64, device=device)
+            self._columns[what, device] = found
+        return found
 
     @property
     def runs(self) -> list[list[int]]:

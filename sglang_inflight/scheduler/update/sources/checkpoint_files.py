@@ -204,16 +204,24 @@ def _opened_safetensors(
     """Open the files. What their headers hold together is limited, before all are in memory."""
     seen: dict[str, str] = {}
     header_bytes = 0
+    # files of the last reading, which have no name twice
+    known: list[SafetensorsFile] = []
+    is_known = True
 
     def look(file: SafetensorsFile) -> None:
-        nonlocal header_bytes
+        nonlocal header_bytes, is_known
         header_bytes += file.start
         if header_bytes > _MOST_HEADERS_BYTES:
             raise Refused(
                 f"the headers of its files have {header_bytes} bytes up to {file.name}, at most "
                 f"{_MOST_HEADERS_BYTES} are allowed"
             )
-        _refuse_twice(file.name, (place.name for place in file.places), seen)
+        is_known &= file.is_known and all(each.index is not file.index for each in known)
+        known.append(file)
+        if not is_known:
+            for each in known:
+                _refuse_twice(each.name, (place.name for place in each.places), seen)
+            known.clear()
 
     kind = partial(SafetensorsFile, indexes=indexes)
     with _opened(paths, kind, thread, look) as files:

@@ -183,6 +183,8 @@ class SafetensorsFile(RegularFile):
             self.head_sha256, header = self._read_header()
             start = _LENGTH_BYTES + len(header)
             known = indexes.find(self.head_sha256.digest(), self.size) if indexes else None
+            # whether a file of the last reading has the same header
+            self.is_known = known is not None
             self.index = known or Index(start, self.size, self._parse(header, start))
         except BaseException:
             self.close()
