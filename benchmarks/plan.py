@@ -90,14 +90,14 @@ PLAN = (
     Planned("update_gap", "--size 1.5b --rounds 1 --updates 1", None, 3600, label="1.5b"),
     Planned(
         "small_tensors",
-        "--rounds 1 --updates 2",
-        "--size experts-1k --streams 8 --updates 1 --no-unpaced",
+        "--rounds 1 --updates 3",
+        "--size experts-1k --streams 8 --updates 1",
         1800,
         label="20k",
     ),
     Planned(
         "small_tensors",
-        "--size experts-140k --rounds 1 --updates 1 --no-unpaced --ways disk,value",
+        "--size experts-140k --rounds 1 --updates 1 --ways disk,value",
         None,
         3600,
         label="140k",

@@ -91,7 +91,9 @@ def main(
         get_args(Small)
     ),
     rounds: options.Rounds = 1,
-    unpaced: Annotated[bool, typer.Option(help="also without the paces of the interpreter")] = True,
+    unpaced: Annotated[
+        bool, typer.Option("--unpaced", help="also a server without the paces of the interpreter")
+    ] = False,
     json: options.Json = None,
 ) -> None:
     """p95 and largest step of running streams while many small tensors are staged."""
