@@ -124,7 +124,7 @@ class WholeCopies:
 
     def move_row(self, targets: Targets, row: torch.Tensor) -> None:
         targets.copy([self._touch(weight) for weight in targets.weights], row)
-        self._rate_limit.spend(2 * row.nbytes)
+        self._rate_limit.spend(row.nbytes)
 
     def patch(self, patch: Patch, *, again: bool = False) -> None:
         copy = self._touch(patch.weight)
