@@ -302,6 +302,17 @@ def test_weight_that_the_loader_replaces_is_named() -> None:
     assert "replaces" in found.computed["b"]
 
 
+def test_loader_that_zeroes_served_memory_leaves_it_as_it_is() -> None:
+    class Zeroes(Model):
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            served.zero_()
+
+    model = Zeroes()
+    served = model.a.data.fill_(1.0)
+    assert "writes 'a' where it is being served" in recorded(model, checkpoint(1)).unplanned["b"]
+    assert model.a.eq(1.0).all()
+
+
 def test_loader_that_fails_without_memory_has_no_plan_and_says_why() -> None:
     class Fails(Model):
         def load_weights(self, weights: Weights) -> None:

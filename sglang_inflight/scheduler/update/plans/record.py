@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -56,18 +56,21 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
     like it in other layers. A loader that fails without a tensor, too, has no plan at all.
     """
     left_out: dict[str, str] = {}
+    reached: set[str] = set()
     why = ""
     for _ in range(_MOST_RUNS):
         present = {name: kind for name, kind in tensors.items() if name not in left_out}
-        recorded, at, why = _run(model, present)
+        recorder, recorded, why = _run(model, present)
         if recorded is not None:
-            return _with(recorded, left_out)
-        if at is None:
+            return _with(recorded, left_out, reached)
+        reached |= recorder.reached
+        if recorder.current is None:
             break
-        alike = _pattern(at)
+        alike = _pattern(recorder.current)
         reason = f"{_WITHOUT_MEMORY}: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
-    return Recorded({}, dict.fromkeys(tensors, f"the loader fails: {why}"), {}, frozenset())
+    unplanned = dict.fromkeys(tensors, f"the loader fails: {why}")
+    return Recorded({}, unplanned, {}, None, reached=frozenset(reached))
 
 
 def why_not_apart(
@@ -80,30 +83,28 @@ def why_not_apart(
     apart = {n: tensors[n] for n, why in by_loader.items() if not why.startswith(_WITHOUT_MEMORY)}
     if not apart:
         return None
-    recorded, _, why = _run(model, apart)
+    _, recorded, why = _run(model, apart)
     return f"the loader fails without other tensors: {why}" if recorded is None else None
 
 
-def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
+def _with(recorded: Recorded, left_out: Mapping[str, str], reached: Set[str]) -> Recorded:
     """Return ``recorded`` with the tensors without which the loader ran.
 
     A weight that no other tensor wrote may be theirs.
     """
     if not left_out:
         return recorded
-    theirs = dict.fromkeys(recorded.unwritten, next(iter(left_out.values())))
-    return Recorded(
-        recorded.moves,
-        {**recorded.unplanned, **left_out},
-        {**recorded.computed, **theirs},
-        frozenset(),
-        recorded.together,
-        recorded.numbers,
+    theirs = dict.fromkeys(recorded.unwritten or (), next(iter(left_out.values())))
+    return recorded._replace(
+        unplanned={**recorded.unplanned, **left_out},
+        computed={**recorded.computed, **theirs},
+        unwritten=None,
+        reached=recorded.reached | reached,
     )
 
 
-def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None, str | None, str]:
-    """Return what one run records; or None, the tensor at which the loader failed, and why."""
+def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorder, Recorded | None, str]:
+    """Return the recorder of one run, and what it records; or None, and why the loader failed."""
     twin = Shadow(model, _NOWHERE)
     twin.begin()
     leave_unfinished(twin.model)
@@ -112,12 +113,16 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
     loader: Any = twin.model
     try:
         with torch.no_grad(), recorder:
+            refresh_derived(twin.model)
+            refreshed = frozenset(recorder.derived)
+            recorder.derived.clear()
             loader.load_weights(recorder.receive_each(_without_memory(tensors)))
+            derived = frozenset(recorder.derived)
             # what it computes from weights is no move
             refresh_derived(twin.model)
     except Exception as error:
         logger.debug("The loader's run ended at %s", recorder.current, exc_info=True)
-        return None, recorder.current, describe(error)
+        return recorder, None, describe(error)
     now = dict(weights_of(twin.model))
     for name, _, shadow in twin.pairs:
         if name not in now or memory_key(now[name]) != memory_key(shadow):
@@ -128,7 +133,8 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
             for tensor in tensors_in(value, also_without_memory=True):
                 recorder.note_kept(tensor, f"the loader makes {path + '.' if path else ''}{name}")
     numbers = dict(_numbers_of(twin.model).items() - constructed.items())
-    return recorder.result()._replace(numbers=numbers), None, ""
+    found = recorder.result()._replace(numbers=numbers, derived=derived, refreshed=refreshed)
+    return recorder, found, ""
 
 
 def leave_unfinished(model: nn.Module) -> None:

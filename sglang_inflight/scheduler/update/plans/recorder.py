@@ -91,13 +91,18 @@ class Recorded(NamedTuple):
     unplanned: Mapping[str, str]
     # why a target is not written by moves alone
     computed: Mapping[str, str]
-    # names of the weights that no tensor wrote
-    unwritten: frozenset[str]
+    # names of the weights that no tensor wrote; None if the loader did not take all tensors
+    unwritten: frozenset[str] | None
     # a tensor that the loader takes only together with others -> one name for all of them; None for
     # those that it writes after it has got all tensors
     together: Mapping[str, str | None] = MappingProxyType({})
     # numbers that loading sets in the model, by place: no tensor had a content to make them of
     numbers: Mapping[str, Number] = MappingProxyType({})
+    # names of the tensors that reach a weight or a derived tensor, or whose values are read
+    reached: frozenset[str] = frozenset()
+    # names of what the loader writes besides weights, and of what ``refresh_derived`` computes
+    derived: frozenset[str] = frozenset()
+    refreshed: frozenset[str] = frozenset()
 
 
 class _Content(NamedTuple):
@@ -187,6 +192,9 @@ class Recorder(TorchDispatchMode):
         # one object for all equal moves
         self._moves: dict[Move, Move] = {}
         self._unplanned: dict[str, str] = {}
+        # see ``Recorded``; the caller empties ``derived``
+        self.reached: set[str] = set()
+        self.derived: set[str] = set()
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
 
@@ -251,6 +259,7 @@ class Recorder(TorchDispatchMode):
         into: list[torch.Tensor] = []
         for at, value in (*enumerate(args), *kwargs.items()):
             (into if at in written else read).extend(tensors_of(value))
+        self._reach(into, read)
         result = func(*args, **kwargs)
         if func is _COPY:
             self._copy(args[0], args[1])
@@ -265,6 +274,15 @@ class Recorder(TorchDispatchMode):
             self._follow(f"{func}", result, read)
         return result
 
+    def _reach(self, into: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+        """Note what is about to be written, and from which tensors."""
+        for target in filter(None, (self._targets.get(memory_key(each)) for each in into)):
+            if target.kind is Kind.SERVED:
+                raise RuntimeError(f"it writes {target.name!r} where it is being served")
+            if target.kind is Kind.DERIVED:
+                self.derived.add(target.name)
+            self.reached |= self._names_behind(read)
+
     def _number_of(self, tensor: torch.Tensor) -> float | None:
         """Return a number for a received element with which SGLang fills a weight, else None.
 
@@ -277,6 +295,7 @@ class Recorder(TorchDispatchMode):
         if not _is_called_by(default_weight_loader.__code__):
             return None
         self._number = int(tensor.storage_offset()), self._names[found[0]]
+        self.reached.add(self._names[found[0]])
         return 0.0
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
@@ -405,6 +424,7 @@ class Recorder(TorchDispatchMode):
         inputs = {memory_key(tensor) for tensor in read}
         made = [*tensors_of(result)]
         if not made:
+            self.reached |= names
             self._leave_out(names, f"its values are read by {why}")
         for tensor in made:
             if names and memory_key(tensor) not in inputs:
@@ -545,6 +565,7 @@ class Recorder(TorchDispatchMode):
                 if target.kind is Kind.WEIGHT and not target.writes and target.why is None
             ),
             self._together.found(),
+            reached=frozenset(self.reached),
         )
 
     def _why_computed(self, target: _Target) -> str | None:
