@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,13 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
         present = {name: kind for name, kind in tensors.items() if name not in left_out}
         recorder, recorded, why = _run(model, present)
         if recorded is not None:
-            return _with(recorded, left_out, reached)
+            if not left_out:
+                return recorded
+            unplanned = {**recorded.unplanned, **left_out}
+            reached |= recorded.reached
+            return recorded._replace(
+                unplanned=unplanned, unwritten=None, reached=frozenset(reached)
+            )
         reached |= recorder.reached
         if recorder.current is None:
             break
@@ -70,7 +76,7 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
         reason = f"{_WITHOUT_MEMORY}: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
     unplanned = dict.fromkeys(tensors, f"the loader fails: {why}")
-    return Recorded({}, unplanned, {}, None, reached=frozenset(reached))
+    return Recorded({}, unplanned, None, reached=frozenset(reached))
 
 
 def why_not_apart(
@@ -85,22 +91,6 @@ def why_not_apart(
         return None
     _, recorded, why = _run(model, apart)
     return f"the loader fails without other tensors: {why}" if recorded is None else None
-
-
-def _with(recorded: Recorded, left_out: Mapping[str, str], reached: Set[str]) -> Recorded:
-    """Return ``recorded`` with the tensors without which the loader ran.
-
-    A weight that no other tensor wrote may be theirs.
-    """
-    if not left_out:
-        return recorded
-    theirs = dict.fromkeys(recorded.unwritten or (), next(iter(left_out.values())))
-    return recorded._replace(
-        unplanned={**recorded.unplanned, **left_out},
-        computed={**recorded.computed, **theirs},
-        unwritten=None,
-        reached=recorded.reached | reached,
-    )
 
 
 def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorder, Recorded | None, str]:

@@ -89,8 +89,6 @@ class Recorded(NamedTuple):
     moves: Mapping[str, tuple[Planned, ...]]
     # why a tensor is not planned
     unplanned: Mapping[str, str]
-    # why a target is not written by moves alone
-    computed: Mapping[str, str]
     # names of the weights that no tensor wrote; None if the loader did not take all tensors
     unwritten: frozenset[str] | None
     # a tensor that the loader takes only together with others -> one name for all of them; None for
@@ -539,14 +537,14 @@ class Recorder(TorchDispatchMode):
         targets = self._targets.values()
         for target in targets:
             target.refuse_overlaps()
-        computed: dict[str, str] = {}
+        computed: set[str] = set()
         while found := [
             (target, why)
             for target in targets
             if target.name not in computed and (why := self._why_computed(target)) is not None
         ]:
             for target, why in found:
-                computed[target.name] = why
+                computed.add(target.name)
                 self._leave_out(target.names_behind(), why)
         moves: dict[str, tuple[Planned, ...]] = {
             name: () for name in self._names if name not in self._unplanned
@@ -558,7 +556,6 @@ class Recorder(TorchDispatchMode):
         return Recorded(
             moves,
             dict(self._unplanned),
-            computed,
             frozenset(
                 target.name
                 for target in targets
