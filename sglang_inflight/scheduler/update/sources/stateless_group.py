@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -85,58 +86,46 @@ POLL_S = 0.005
 _RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
 
 
-class StatelessRendezvous:
-    """One trainer's store and its content.
+def form_stateless_group(
+    backend: str,
+    host: str,
+    port: int,
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    on_id: Callable[[], None],
+) -> Formed:
+    """Form NCCL's group of the trainer's id, or gloo's over the same store without a device.
 
-    Use it on a rendezvous' thread: each method waits for the trainer.
+    Call it on a rendezvous' thread: it waits for the trainer, and for all ranks. ``on_id`` is
+    called when the trainer's id is there. Raise ``Refused`` if the trainer left something else.
+
+    Torch looks up a communicator's id in a store. It is given a store with the trainer's id.
+    So timeouts and the order of streams are the same as in every other group.
     """
-
-    def __init__(
-        self, host: str, port: int, *, rank: int, world_size: int, timeout: datetime.timedelta
-    ) -> None:
-        """Connect, and count this rank. The trainer goes on when all ranks have come."""
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
-        self._prefix = NetworkAddress(host, port).to_tcp()
-        self._store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-
-    def read_unique_id(self) -> bytes:
-        """Return NCCL's id, left by the trainer when all ranks have come.
-
-        Raise ``Refused`` if the trainer left something else.
-        """
-        return read_unique_id(self._store.get(UNIQUE_ID))
-
-    def form(self, backend: str, name: str, unique_id: bytes, device: torch.device) -> Formed:
-        """Return NCCL's group of ``unique_id``, or gloo's over the same store without a device.
-
-        Torch looks up a communicator's id in a store. It is given a store with the trainer's id.
-        So timeouts and the order of streams are the same as in every other group.
-        """
-        store: Store
-        if is_nccl(backend):
-            _require_one_root(self._world_size)
-            store = _store_with(unique_id, name, self._timeout)
-        else:
-            store = PrefixStore(self._prefix, self._store)
-        group = construct(
-            backend,
-            store,
-            name=name,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=self._timeout,
-        )
-        if launches(backend):
-            try:
-                _sum_with_all(group, device)
-            except Exception:
-                # frees the group's name in torch for the next attempt
-                _abort_process_group(group)
-                raise
-            last_for_ever(group)
-        return Formed(group, self._store)
+    # counts this rank: the trainer goes on when all ranks have come
+    trainers = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    unique_id = read_unique_id(trainers.get(UNIQUE_ID))
+    on_id()
+    store: Store
+    if is_nccl(backend):
+        _require_one_root(world_size)
+        store = _store_with(unique_id, name, timeout)
+    else:
+        store = PrefixStore(NetworkAddress(host, port).to_tcp(), trainers)
+    group = construct(backend, store, name=name, rank=rank, world_size=world_size, timeout=timeout)
+    if launches(backend):
+        try:
+            _sum_with_all(group, device)
+        except Exception:
+            # frees the group's name in torch for the next attempt
+            _abort_process_group(group)
+            raise
+        last_for_ever(group)
+    return Formed(group, trainers)
 
 
 def _store_with(unique_id: bytes, name: str, timeout: datetime.timedelta) -> Store:
