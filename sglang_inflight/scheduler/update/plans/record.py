@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, modules_of, tensors_in
+from sglang_inflight.scheduler.update.checks.dataflow import Kind as Written
 from sglang_inflight.scheduler.update.finished.places import Number, numbers_of
 from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.rate import yield_gil
@@ -76,7 +77,7 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
         reason = f"{_WITHOUT_MEMORY}: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
     unplanned = dict.fromkeys(tensors, f"the loader fails: {why}")
-    return Recorded({}, unplanned, None, reached=frozenset(reached))
+    return Recorded({}, unplanned, reached=frozenset(reached))
 
 
 def why_not_apart(
@@ -104,10 +105,11 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorder, Recor
     try:
         with torch.no_grad(), recorder:
             refresh_derived(twin.model)
-            refreshed = frozenset(recorder.derived)
-            recorder.derived.clear()
+            refreshed = recorder.take_written(Written.DERIVED)
+            recorder.take_written(Written.WEIGHT)
             loader.load_weights(recorder.receive_each(_without_memory(tensors)))
-            derived = frozenset(recorder.derived)
+            derived = recorder.take_written(Written.DERIVED)
+            unwritten = {name for name, _, _ in twin.pairs} - recorder.take_written(Written.WEIGHT)
             # what it computes from weights is no move
             refresh_derived(twin.model)
     except Exception as error:
@@ -123,7 +125,9 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorder, Recor
             for tensor in tensors_in(value, also_without_memory=True):
                 recorder.note_kept(tensor, f"the loader makes {path + '.' if path else ''}{name}")
     numbers = dict(_numbers_of(twin.model).items() - constructed.items())
-    found = recorder.result()._replace(numbers=numbers, derived=derived, refreshed=refreshed)
+    found = recorder.result()._replace(
+        numbers=numbers, unwritten=frozenset(unwritten), derived=derived, refreshed=refreshed
+    )
     return recorder, found, ""
 
 

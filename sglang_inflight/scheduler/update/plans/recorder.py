@@ -89,13 +89,13 @@ class Recorded(NamedTuple):
     moves: Mapping[str, tuple[Planned, ...]]
     # why a tensor is not planned
     unplanned: Mapping[str, str]
-    # names of the weights that no tensor wrote; None if the loader did not take all tensors
-    unwritten: frozenset[str] | None
     # a tensor that the loader takes only together with others -> one name for all of them; None for
     # those that it writes after it has got all tensors
     together: Mapping[str, str | None] = MappingProxyType({})
     # numbers that loading sets in the model, by place: no tensor had a content to make them of
     numbers: Mapping[str, Number] = MappingProxyType({})
+    # names of the weights that the loader did not write; None if it did not take all tensors
+    unwritten: frozenset[str] | None = None
     # names of the tensors that reach a weight or a derived tensor, or whose values are read
     reached: frozenset[str] = frozenset()
     # names of what the loader writes besides weights, and of what ``refresh_derived`` computes
@@ -190,9 +190,10 @@ class Recorder(TorchDispatchMode):
         # one object for all equal moves
         self._moves: dict[Move, Move] = {}
         self._unplanned: dict[str, str] = {}
-        # see ``Recorded``; the caller empties ``derived``
+        # see ``Recorded``
         self.reached: set[str] = set()
-        self.derived: set[str] = set()
+        # names of the written targets, since ``take_written``
+        self._written: set[tuple[Kind, str]] = set()
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
 
@@ -200,6 +201,12 @@ class Recorder(TorchDispatchMode):
     def current(self) -> str | None:
         """The last tensor that the loader has got."""
         return self._names[-1] if self._names else None
+
+    def take_written(self, kind: Kind) -> frozenset[str]:
+        """Return the names of the targets of ``kind`` written since the last call with it."""
+        found = {each for each in self._written if each[0] is kind}
+        self._written -= found
+        return frozenset(name for _, name in found)
 
     def receive_each(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -277,8 +284,7 @@ class Recorder(TorchDispatchMode):
         for target in filter(None, (self._targets.get(memory_key(each)) for each in into)):
             if target.kind is Kind.SERVED:
                 raise RuntimeError(f"it writes {target.name!r} where it is being served")
-            if target.kind is Kind.DERIVED:
-                self.derived.add(target.name)
+            self._written.add((target.kind, target.name))
             self.reached |= self._names_behind(read)
 
     def _number_of(self, tensor: torch.Tensor) -> float | None:
@@ -556,11 +562,6 @@ class Recorder(TorchDispatchMode):
         return Recorded(
             moves,
             dict(self._unplanned),
-            frozenset(
-                target.name
-                for target in targets
-                if target.kind is Kind.WEIGHT and not target.writes and target.why is None
-            ),
             self._together.found(),
             reached=frozenset(self.reached),
         )
