@@ -51,7 +51,7 @@ class GPUHandle:
     memory: SharedMemory | None
 
 
-def read_tensor(arguments: object, kinds: Container[Any], storages: Container[Any]) -> GPUHandle:
+def read_tensor(arguments: Any, kinds: Container[Any], storages: Container[Any]) -> GPUHandle:
     """Return what torch's arguments for a tensor on a GPU say. Raise if they are not torch's.
 
     ``kinds`` and ``storages``: the classes that they may name.
