@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def default_cache() -> Path:
@@ -17,15 +23,20 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-inflight"
 
 
-def read_kept(file: Path, what: str) -> bytes | None:
-    """Return the content of ``file``, or None without it. ``what`` names the content in the log."""
+def read_kept(file: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
+    """Return the decoded content of ``file``; None, and a warning in the log, if it has none.
+
+    ``what`` names the content in the log. ``decode`` raises ``msgspec.DecodeError``.
+    """
     try:
-        return file.read_bytes()
+        return decode(file.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         logger.warning("A remembered %s cannot be read: %s", what, error)
-        return None
+    except msgspec.DecodeError as error:
+        logger.warning("A remembered %s is not one, and is found anew: %s", what, error)
+    return None
 
 
 def keep(file: Path, content: bytes, what: str) -> None:

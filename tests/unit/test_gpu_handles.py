@@ -15,11 +15,10 @@ from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
 from torch.multiprocessing import reductions
 
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
-    GPUHandle,
     HandleOfEach,
     read_handles,
 )
-from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
+from sglang_inflight.scheduler.update.sources.gpu_sharing import GPUHandle, SharedMemory
 from sglang_inflight.vocabulary.errors import Refused
 
 # Python writes older protocols only on request

@@ -18,13 +18,16 @@ from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources import gpu_sharing
 from sglang_inflight.scheduler.update.sources.call_layouts import Layout
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
-    GPUHandle,
     GPUMemory,
     cut,
     own_handle,
     own_handles,
 )
-from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
+from sglang_inflight.scheduler.update.sources.gpu_sharing import (
+    GPUHandle,
+    SharedMemory,
+    require_open,
+)
 from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")

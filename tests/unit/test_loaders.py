@@ -7,7 +7,7 @@ rename, split, ignore, copy past ``weight_loader``, or derive tensors from weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,8 +23,8 @@ from torch import nn
 
 from sglang_inflight.messages import DIRECT
 from sglang_inflight.scheduler.update import jobs
-from sglang_inflight.scheduler.update.checks.loader_reads import find_loader_reads
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.sources.sparse import pair_up
 from sglang_inflight.scheduler.update.update import Update
@@ -455,9 +455,9 @@ class Scaled(nn.Module):
 
 def test_used_names_are_found_without_memory() -> None:
     for traits in (Traits(), Traits(gathers=True), Traits(caches=True), Traits(clones=True)):
-        found = find_loader_reads(Model(traits), SHAPES, torch.float32)
-        assert found.tensors == SHAPES.keys() - IGNORED
-        assert list(found.weights_left_out or ()) == ["normalizer"]
+        found = record(Model(traits), kinds_of(SHAPES))
+        assert found.reached == SHAPES.keys() - IGNORED
+        assert list(found.unwritten or ()) == ["normalizer"]
 
 
 def test_used_names_of_an_aborted_dry_run_are_kept() -> None:
@@ -469,9 +469,13 @@ def test_used_names_of_an_aborted_dry_run_are_kept() -> None:
                 write(self.parameters_by_name()[name], tensor)
 
     shapes = {name: SHAPES[name] for name in ("plain", "norm", "k", "uncounted")}
-    found = find_loader_reads(Stops(Traits()), shapes, torch.float32)
-    assert found.tensors == {"plain", "norm"}
-    assert found.weights_left_out is None
+    found = record(Stops(Traits()), kinds_of(shapes))
+    assert found.reached == {"plain", "norm", "uncounted"}
+    assert found.unwritten is None
+
+
+def kinds_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Kind]:
+    return {name: Kind(shape, torch.float32) for name, shape in shapes.items()}
 
 
 class Tied(nn.Module):

@@ -23,8 +23,8 @@ from sglang_inflight.scheduler.update.sources.process_group import Formed, const
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.scheduler.update.sources.stateless_group import (
     UNIQUE_ID,
-    StatelessRendezvous,
     _store_with,
+    form_stateless_group,
 )
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.load import until
@@ -59,9 +59,19 @@ def test_unique_id_is_stored_under_torchs_key() -> None:
 def test_more_ranks_than_one_id_allows_are_refused() -> None:
     port = free_port()
     master = TCPStore(HERE, port, is_master=True, wait_for_workers=False)
-    met = StatelessRendezvous(HERE, port, rank=1, world_size=129, timeout=TIMEOUT)
+    master.set(UNIQUE_ID, pickle.dumps(ncclUniqueId()))  # type: ignore[arg-type]
     with pytest.raises(Refused, match="TORCH_NCCL_RANKS_PER_ROOT=129"):
-        met.form("nccl", "g", ID, CPU)
+        form_stateless_group(
+            "nccl",
+            HERE,
+            port,
+            name="g",
+            rank=1,
+            world_size=129,
+            timeout=TIMEOUT,
+            device=CPU,
+            on_id=lambda: None,
+        )
     del master
 
 

@@ -365,8 +365,8 @@ def classes() -> dict[str, type]:
         ({"storage_handle": None}, "has no memory"),
         ({"tensor_size": (0, 3), "ref_counter_offset": 10_000}, "at 10000, of 10000"),
         ({"event_handle": b""}, "64 bytes"),
-        ({"storage_cls": torch.Tensor}, "not those of a tensor"),
-        ({"tensor_cls": torch.UntypedStorage}, "not those of a tensor"),
+        ({"storage_cls": torch.Tensor}, "not torch's for a tensor"),
+        ({"tensor_cls": torch.UntypedStorage}, "not torch's for a tensor"),
     ],
 )
 def test_gpu_handle_beyond_its_memory_is_refused(

@@ -35,11 +35,6 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Write,
     without_threads,
 )
-from sglang_inflight.scheduler.update.checks.loader_reads import (
-    LoaderReads,
-    find_loader_reads,
-    find_refreshed,
-)
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
     why_not_loaded,
@@ -68,9 +63,13 @@ from sglang_inflight.scheduler.update.loaded_model import Derives, LoadedModel
 from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
 from sglang_inflight.scheduler.update.plans.bulk import Bulk
 from sglang_inflight.scheduler.update.plans.plan import Plan
+from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
+from sglang_inflight.scheduler.update.plans.record import record
+from sglang_inflight.scheduler.update.plans.recorder import Recorded
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.shadow import weights_of
+from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes
 from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer
 from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Wanted
@@ -297,15 +296,13 @@ class ShadowedModel:
         if self.findings.recipe is not None:
             return
         shapes = self.findings.shapes_now(check)
-        model = self.runner.model
-        found = find_loader_reads(model, shapes, next(model.parameters()).dtype)
-        derived = found.derived | self._derived_by_loads
-        if derived and (derived := derived - find_refreshed(model)):
+        found = self._record(shapes)
+        if derived := (found.derived | self._derived_by_loads) - found.refreshed:
             raise Refused(
                 f"the {self.role} model's loader computes {list_names(sorted(derived))} besides "
                 "the weights, and another server could not"
             )
-        if not loads_are_known and (not shapes or found.weights_left_out is None):
+        if not loads_are_known and (not shapes or found.unwritten is None):
             raise Refused(
                 f"nothing shows whether the {self.role} model's loader computes something besides "
                 "the weights: its checkpoint is not on this machine in safetensors, or its loader "
@@ -340,7 +337,7 @@ class ShadowedModel:
         self._quantizer.begin()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
-            self.__dict__.pop("_loader_reads", None)
+            self.__dict__.pop("_recorded", None)
         if self._replay is None and self.findings.plan is not None and self._form is not None:
             self._replay = self._make_replay(self.findings.plan, self._form)
         if self._replay is not None:
@@ -626,7 +623,7 @@ class ShadowedModel:
 
     def _is_needed(self, name: str) -> bool:
         """Return whether the model's loader uses the tensor ``name`` of its checkpoint."""
-        return name in self._loader_reads.tensors
+        return name in self._recorded.reached
 
     @property
     def set_by_the_model(self) -> frozenset[str]:
@@ -635,14 +632,16 @@ class ShadowedModel:
         persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
         if not persistent or not self.findings.checkpoint_shapes:
             return frozenset()
-        return (self._loader_reads.weights_left_out or frozenset()) & persistent
+        return (self._recorded.unwritten or frozenset()) & persistent
 
     @functools.cached_property
-    def _loader_reads(self) -> LoaderReads:
+    def _recorded(self) -> Recorded:
+        return self._record(self.findings.checkpoint_shapes)
+
+    def _record(self, shapes: Shapes) -> Recorded:
         model = self.findings.pristine if self.findings.pristine is not None else self.runner.model
-        return find_loader_reads(
-            model, self.findings.checkpoint_shapes, next(model.parameters()).dtype
-        )
+        dtype = next(model.parameters()).dtype
+        return record(model, {name: PlanKind(shape, dtype) for name, shape in shapes.items()})
 
 
 def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str | None:

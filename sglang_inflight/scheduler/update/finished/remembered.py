@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -25,8 +24,6 @@ from torch import nn
 from sglang_inflight.cache import default_cache, keep, read_kept
 from sglang_inflight.scheduler.update.finished.places import numbers_of, tensors_of
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
-
-logger = logging.getLogger(__name__)
 
 # counted up when a recipe says something else, or is found by other rules
 _FORMAT = 4
@@ -137,14 +134,7 @@ def _describe(model: nn.Module) -> list[list[str]]:
 
 def recall(name: str) -> Recipe | None:
     """Return the recipe of this name, or None if there is none."""
-    text = read_kept(_file(name), "recipe")
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=Recipe)
-    except msgspec.DecodeError as error:
-        logger.warning("A remembered recipe is not one, and is found anew: %s", error)
-        return None
+    return read_kept(_file(name), "recipe", msgspec.json.Decoder(Recipe).decode)
 
 
 def remember(name: str, recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, modules_of, tensors_in
+from sglang_inflight.scheduler.update.checks.dataflow import Kind as Written
 from sglang_inflight.scheduler.update.finished.places import Number, numbers_of
 from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.rate import yield_gil
@@ -56,18 +57,27 @@ def record(model: nn.Module, tensors: Mapping[str, Kind]) -> Recorded:
     like it in other layers. A loader that fails without a tensor, too, has no plan at all.
     """
     left_out: dict[str, str] = {}
+    reached: set[str] = set()
     why = ""
     for _ in range(_MOST_RUNS):
         present = {name: kind for name, kind in tensors.items() if name not in left_out}
-        recorded, at, why = _run(model, present)
+        recorder, recorded, why = _run(model, present)
         if recorded is not None:
-            return _with(recorded, left_out)
-        if at is None:
+            if not left_out:
+                return recorded
+            unplanned = {**recorded.unplanned, **left_out}
+            reached |= recorded.reached
+            return recorded._replace(
+                unplanned=unplanned, unwritten=None, reached=frozenset(reached)
+            )
+        reached |= recorder.reached
+        if recorder.current is None:
             break
-        alike = _pattern(at)
+        alike = _pattern(recorder.current)
         reason = f"{_WITHOUT_MEMORY}: {why}"
         left_out |= {name: reason for name in present if _pattern(name) == alike}
-    return Recorded({}, dict.fromkeys(tensors, f"the loader fails: {why}"), {}, frozenset())
+    unplanned = dict.fromkeys(tensors, f"the loader fails: {why}")
+    return Recorded({}, unplanned, reached=frozenset(reached))
 
 
 def why_not_apart(
@@ -80,30 +90,12 @@ def why_not_apart(
     apart = {n: tensors[n] for n, why in by_loader.items() if not why.startswith(_WITHOUT_MEMORY)}
     if not apart:
         return None
-    recorded, _, why = _run(model, apart)
+    _, recorded, why = _run(model, apart)
     return f"the loader fails without other tensors: {why}" if recorded is None else None
 
 
-def _with(recorded: Recorded, left_out: Mapping[str, str]) -> Recorded:
-    """Return ``recorded`` with the tensors without which the loader ran.
-
-    A weight that no other tensor wrote may be theirs.
-    """
-    if not left_out:
-        return recorded
-    theirs = dict.fromkeys(recorded.unwritten, next(iter(left_out.values())))
-    return Recorded(
-        recorded.moves,
-        {**recorded.unplanned, **left_out},
-        {**recorded.computed, **theirs},
-        frozenset(),
-        recorded.together,
-        recorded.numbers,
-    )
-
-
-def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None, str | None, str]:
-    """Return what one run records; or None, the tensor at which the loader failed, and why."""
+def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorder, Recorded | None, str]:
+    """Return the recorder of one run, and what it records; or None, and why the loader failed."""
     twin = Shadow(model, _NOWHERE)
     twin.begin()
     leave_unfinished(twin.model)
@@ -112,12 +104,17 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
     loader: Any = twin.model
     try:
         with torch.no_grad(), recorder:
+            refresh_derived(twin.model)
+            refreshed = recorder.take_written(Written.DERIVED)
+            recorder.take_written(Written.WEIGHT)
             loader.load_weights(recorder.receive_each(_without_memory(tensors)))
+            derived = recorder.take_written(Written.DERIVED)
+            unwritten = {name for name, _, _ in twin.pairs} - recorder.take_written(Written.WEIGHT)
             # what it computes from weights is no move
             refresh_derived(twin.model)
     except Exception as error:
         logger.debug("The loader's run ended at %s", recorder.current, exc_info=True)
-        return None, recorder.current, describe(error)
+        return recorder, None, describe(error)
     now = dict(weights_of(twin.model))
     for name, _, shadow in twin.pairs:
         if name not in now or memory_key(now[name]) != memory_key(shadow):
@@ -128,7 +125,10 @@ def _run(model: nn.Module, tensors: Mapping[str, Kind]) -> tuple[Recorded | None
             for tensor in tensors_in(value, also_without_memory=True):
                 recorder.note_kept(tensor, f"the loader makes {path + '.' if path else ''}{name}")
     numbers = dict(_numbers_of(twin.model).items() - constructed.items())
-    return recorder.result()._replace(numbers=numbers), None, ""
+    found = recorder.result()._replace(
+        numbers=numbers, unwritten=frozenset(unwritten), derived=derived, refreshed=refreshed
+    )
+    return recorder, found, ""
 
 
 def leave_unfinished(model: nn.Module) -> None:

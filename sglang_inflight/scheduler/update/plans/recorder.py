@@ -89,15 +89,18 @@ class Recorded(NamedTuple):
     moves: Mapping[str, tuple[Planned, ...]]
     # why a tensor is not planned
     unplanned: Mapping[str, str]
-    # why a target is not written by moves alone
-    computed: Mapping[str, str]
-    # names of the weights that no tensor wrote
-    unwritten: frozenset[str]
     # a tensor that the loader takes only together with others -> one name for all of them; None for
     # those that it writes after it has got all tensors
     together: Mapping[str, str | None] = MappingProxyType({})
     # numbers that loading sets in the model, by place: no tensor had a content to make them of
     numbers: Mapping[str, Number] = MappingProxyType({})
+    # names of the weights that the loader did not write; None if it did not take all tensors
+    unwritten: frozenset[str] | None = None
+    # names of the tensors that reach a weight or a derived tensor, or whose values are read
+    reached: frozenset[str] = frozenset()
+    # names of what the loader writes besides weights, and of what ``refresh_derived`` computes
+    derived: frozenset[str] = frozenset()
+    refreshed: frozenset[str] = frozenset()
 
 
 class _Content(NamedTuple):
@@ -187,6 +190,10 @@ class Recorder(TorchDispatchMode):
         # one object for all equal moves
         self._moves: dict[Move, Move] = {}
         self._unplanned: dict[str, str] = {}
+        # see ``Recorded``
+        self.reached: set[str] = set()
+        # names of the written targets, since ``take_written``
+        self._written: set[tuple[Kind, str]] = set()
         # offset and name of the tensor that SGLang's own loader is about to copy as a number
         self._number: tuple[int, str] | None = None
 
@@ -194,6 +201,12 @@ class Recorder(TorchDispatchMode):
     def current(self) -> str | None:
         """The last tensor that the loader has got."""
         return self._names[-1] if self._names else None
+
+    def take_written(self, kind: Kind) -> frozenset[str]:
+        """Return the names of the targets of ``kind`` written since the last call with it."""
+        found = {each for each in self._written if each[0] is kind}
+        self._written -= found
+        return frozenset(name for _, name in found)
 
     def receive_each(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -251,6 +264,7 @@ class Recorder(TorchDispatchMode):
         into: list[torch.Tensor] = []
         for at, value in (*enumerate(args), *kwargs.items()):
             (into if at in written else read).extend(tensors_of(value))
+        self._reach(into, read)
         result = func(*args, **kwargs)
         if func is _COPY:
             self._copy(args[0], args[1])
@@ -265,6 +279,14 @@ class Recorder(TorchDispatchMode):
             self._follow(f"{func}", result, read)
         return result
 
+    def _reach(self, into: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+        """Note what is about to be written, and from which tensors."""
+        for target in filter(None, (self._targets.get(memory_key(each)) for each in into)):
+            if target.kind is Kind.SERVED:
+                raise RuntimeError(f"it writes {target.name!r} where it is being served")
+            self._written.add((target.kind, target.name))
+            self.reached |= self._names_behind(read)
+
     def _number_of(self, tensor: torch.Tensor) -> float | None:
         """Return a number for a received element with which SGLang fills a weight, else None.
 
@@ -277,6 +299,7 @@ class Recorder(TorchDispatchMode):
         if not _is_called_by(default_weight_loader.__code__):
             return None
         self._number = int(tensor.storage_offset()), self._names[found[0]]
+        self.reached.add(self._names[found[0]])
         return 0.0
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
@@ -405,6 +428,7 @@ class Recorder(TorchDispatchMode):
         inputs = {memory_key(tensor) for tensor in read}
         made = [*tensors_of(result)]
         if not made:
+            self.reached |= names
             self._leave_out(names, f"its values are read by {why}")
         for tensor in made:
             if names and memory_key(tensor) not in inputs:
@@ -519,14 +543,14 @@ class Recorder(TorchDispatchMode):
         targets = self._targets.values()
         for target in targets:
             target.refuse_overlaps()
-        computed: dict[str, str] = {}
+        computed: set[str] = set()
         while found := [
             (target, why)
             for target in targets
             if target.name not in computed and (why := self._why_computed(target)) is not None
         ]:
             for target, why in found:
-                computed[target.name] = why
+                computed.add(target.name)
                 self._leave_out(target.names_behind(), why)
         moves: dict[str, tuple[Planned, ...]] = {
             name: () for name in self._names if name not in self._unplanned
@@ -538,13 +562,8 @@ class Recorder(TorchDispatchMode):
         return Recorded(
             moves,
             dict(self._unplanned),
-            computed,
-            frozenset(
-                target.name
-                for target in targets
-                if target.kind is Kind.WEIGHT and not target.writes and target.why is None
-            ),
             self._together.found(),
+            reached=frozenset(self.reached),
         )
 
     def _why_computed(self, target: _Target) -> str | None:

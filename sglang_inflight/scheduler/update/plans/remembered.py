@@ -6,7 +6,6 @@ that cannot be read or written costs the time of a record and a proof, and nothi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,8 +20,6 @@ from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned
 from sglang_inflight.scheduler.update.rate import yield_gil
-
-logger = logging.getLogger(__name__)
 
 # counted up when a file says something else, or a plan is found by other rules
 _FORMAT = 3
@@ -52,34 +49,31 @@ class _Kept(NamedTuple):
 
 def recall(name: str) -> Plan | None:
     """Return the plan of this name, or None if there is none."""
-    content = read_kept(_file(name), "plan")
-    if content is None:
-        return None
+    return read_kept(_file(name), "plan", _decode)
+
+
+def _decode(content: bytes) -> Plan:
     # layers are alike: one object for all equal ones
     shared: dict[Any, Any] = {}
-    try:
-        kept = msgspec.msgpack.decode(content, type=_Kept)
-        plan = Plan({}, {}, {}, {}, kept.numbers)
-        for part in kept.parts:
-            for entry in _decoder.decode(part):
-                plan.kinds[entry.name] = shared.setdefault(entry.kind, entry.kind)
-                if entry.unit != "":
-                    plan.together[entry.name] = entry.unit
-                if entry.by_loader is None:
-                    plan.moves[entry.name] = tuple(
-                        Planned(
-                            shared.setdefault(each.place, each.place),
-                            shared.setdefault(each.move, each.move),
-                            each.through,
-                        )
-                        for each in entry.moves
+    kept = msgspec.msgpack.decode(content, type=_Kept)
+    plan = Plan({}, {}, {}, {}, kept.numbers)
+    for part in kept.parts:
+        for entry in _decoder.decode(part):
+            plan.kinds[entry.name] = shared.setdefault(entry.kind, entry.kind)
+            if entry.unit != "":
+                plan.together[entry.name] = entry.unit
+            if entry.by_loader is None:
+                plan.moves[entry.name] = tuple(
+                    Planned(
+                        shared.setdefault(each.place, each.place),
+                        shared.setdefault(each.move, each.move),
+                        each.through,
                     )
-                else:
-                    plan.by_loader[entry.name] = entry.by_loader
-            yield_gil()
-    except msgspec.DecodeError as error:
-        logger.warning("A remembered plan is not one, and is found anew: %s", error)
-        return None
+                    for each in entry.moves
+                )
+            else:
+                plan.by_loader[entry.name] = entry.by_loader
+        yield_gil()
     return plan.indexed()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from itertools import accumulate
@@ -20,9 +19,9 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Packed, Weights
 from sglang_inflight.scheduler.update.sources.call_layouts import CallLayout, Layout
 from sglang_inflight.scheduler.update.sources.gpu_sharing import (
+    GPUHandle,
     SharedMemory,
-    has_memory,
-    read_memory,
+    read_tensor,
     require_open,
 )
 from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
@@ -40,19 +39,6 @@ _STORAGES = frozenset(
     {"torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch.UntypedStorage"}
 )
 _SIZE = ("torch", "Size")
-
-
-@dataclass(frozen=True)
-class GPUHandle:
-    """A tensor in a trainer's memory. The trainer's number of the GPU is not used."""
-
-    shape: tuple[int, ...]
-    # stride and offset in elements
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    # None for a tensor without elements
-    memory: SharedMemory | None
 
 
 # handles by a GPU's UUID
@@ -106,26 +92,7 @@ def _handle(value: Any) -> GPUHandle:
     match value:
         case (str(rebuild), tuple(arguments)) if rebuild in _REBUILD:
             value = arguments
-    match value:
-        case (
-            str(kind),
-            tuple(shape),
-            tuple(stride),
-            offset,
-            str(storage),
-            torch.dtype() as dtype,
-            int() | str(),
-            memory,
-            nbytes,
-            *shared,
-        ) if kind in _TENSORS and storage in _STORAGES and len(shared) == 6:
-            pass
-        case _:
-            raise TypeError("its arguments are not torch's for a tensor on a GPU")
-    if not has_memory(shape, stride, offset, dtype, memory, nbytes):
-        return GPUHandle(tuple(shape), tuple(stride), 0, dtype, None)
-    shares = read_memory(memory, nbytes, *shared)
-    return GPUHandle(tuple(shape), tuple(stride), offset, dtype, shares)
+    return read_tensor(value, _TENSORS, _STORAGES)
 
 
 class GPUMemory:

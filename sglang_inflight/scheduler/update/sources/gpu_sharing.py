@@ -7,7 +7,7 @@ in a file of torch's. Torch writes this counter at the memory's release.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,29 +38,56 @@ class SharedMemory:
     waits_for_event: bool
 
 
-def has_memory(
-    shape: Sequence[Any],
-    stride: Sequence[Any],
-    offset: Any,
-    dtype: torch.dtype,
-    memory: Any,
-    nbytes: Any,
-) -> bool:
-    """Return whether a tensor has elements. Raise if an element lies outside of ``memory``."""
+@dataclass(frozen=True)
+class GPUHandle:
+    """A tensor in a trainer's memory. The trainer's number of the GPU is not used."""
+
+    shape: tuple[int, ...]
+    # stride and offset in elements
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    # None for a tensor without elements
+    memory: SharedMemory | None
+
+
+def read_tensor(arguments: Any, kinds: Container[Any], storages: Container[Any]) -> GPUHandle:
+    """Return what torch's arguments for a tensor on a GPU say. Raise if they are not torch's.
+
+    ``kinds`` and ``storages``: the classes that they may name.
+    """
+    match arguments:
+        case (
+            kind,
+            tuple(shape),
+            tuple(stride),
+            offset,
+            storage,
+            torch.dtype() as dtype,
+            int() | str(),
+            memory,
+            nbytes,
+            *shared,
+        ) if kind in kinds and storage in storages and len(shared) == 6:
+            pass
+        case _:
+            raise TypeError("its arguments are not torch's for a tensor on a GPU")
     _require_counts(*shape, *stride, offset, nbytes)
     if len(shape) != len(stride):
         raise ValueError(f"a shape of {len(shape)} dimensions has {len(stride)} strides")
+    # torch opens the memory even for a tensor without elements
+    shares = None if memory is None else _read_memory(memory, nbytes, *shared)
     if 0 in shape:
-        return False
-    if memory is None:
+        return GPUHandle(tuple(shape), tuple(stride), 0, dtype, None)
+    if shares is None:
         raise ValueError("a tensor with elements has no memory")
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if last >= nbytes // dtype.itemsize:
         raise ValueError("a tensor is larger than its memory")
-    return True
+    return GPUHandle(tuple(shape), tuple(stride), offset, dtype, shares)
 
 
-def read_memory(
+def _read_memory(
     handle: Any,
     nbytes: int,
     offset: Any,

@@ -13,7 +13,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_inflight.messages import JoinGroupCall
 from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
-from sglang_inflight.scheduler.update.sources.stateless_group import StatelessRendezvous
+from sglang_inflight.scheduler.update.sources.stateless_group import form_stateless_group
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -127,21 +127,25 @@ class Rendezvous:
         )
 
     def _form_stateless(self) -> Formed:
-        met = StatelessRendezvous(
-            self._call.master_address,
-            self._call.master_port,
-            rank=self._rank,
-            world_size=self._call.world_size,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
-        )
         self._lacks = (
             "the trainer's port is open, but its store has no NCCL id: vLLM's trainers leave one "
             "when all ranks have come (for a trainer with torch.distributed, pass rendezvous "
             "'torch')"
         )
-        unique_id = met.read_unique_id()
+        return form_stateless_group(
+            self._call.backend,
+            self._call.master_address,
+            self._call.master_port,
+            name=self._call.group_name,
+            rank=self._rank,
+            world_size=self._call.world_size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+            device=self._device,
+            on_id=self._note_id,
+        )
+
+    def _note_id(self) -> None:
         self._lacks = "not every rank formed the group"
-        return met.form(self._call.backend, self._call.group_name, unique_id, self._device)
 
     def _give_up_waiting(self) -> None:
         self.give_up(f"{self._lacks} within {self._timeout_s:g} s")

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import datetime
 import os
-import pickletools
 import time
-from typing import Any
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,69 +28,50 @@ from sglang_inflight.scheduler.update.sources.process_group import (
     last_for_ever,
     launches,
 )
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
+from sglang_inflight.vocabulary.errors import Refused, describe
 
 # size of an id of ncclGetUniqueId
 _ID_BYTES = 128
 # many times the length of a pickled id
 _LONGEST_ID = 2048
 
-# opcodes for framing and memos, without effect here
-_BESIDE_THE_POINT = frozenset(
-    {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"},
-)
-_TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
-
 
 def read_unique_id(content: bytes) -> bytes:
     """Return the id in a pickled ``ncclUniqueId``, a structure of ``ctypes``.
 
     Anybody on the network may have written ``content``, and unpickling would run it. So no object
-    is made and no named module is imported. The opcodes must be exactly those of such a pickled
-    structure. Raise ``Refused`` otherwise.
+    is made and no named module is imported (``Unpickler``). Raise ``Refused`` for anything else.
 
     The structure's module is vLLM's or a trainer's copy, and is not checked.
     """
     if len(content) > _LONGEST_ID:
         raise _refusal(f"it has {len(content)} bytes")
     try:
-        opcodes = _with_whole_names(content)
-    except ValueError as error:
-        raise _refusal(f"{error}") from error
-    match opcodes:
-        case [
-            ("GLOBAL", "_ctypes _unpickle"),
-            ("GLOBAL", str(structure)),
-            ("EMPTY_DICT", _),
-            ("SHORT_BINBYTES" | "BINBYTES", bytes(unique_id)),
-            ("TUPLE2", _),
-            ("TUPLE2", _),
-            ("REDUCE", _),
-            ("STOP", _),
-        ] if structure.endswith(" ncclUniqueId"):
+        found = _Reader(BytesIO(content)).load()
+    except Exception as error:
+        raise _refusal(describe(error)) from error
+    match found:
+        case _Structure(bytes(unique_id)):
             if len(unique_id) != _ID_BYTES:
                 raise _refusal(f"the id has {len(unique_id)} bytes, not {_ID_BYTES}")
             return unique_id
     raise _refusal("it is another object")
 
 
-def _with_whole_names(content: bytes) -> list[tuple[str, Any]]:
-    """Return opcodes and arguments, each global as one opcode, like in older protocols.
+class _Structure(NamedTuple):
+    content: bytes
 
-    Raise ``ValueError`` if ``content`` is no pickle.
-    """
-    opcodes: list[tuple[str, Any]] = []
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in _BESIDE_THE_POINT:
-            continue
-        if opcode.name == "STACK_GLOBAL":
-            match opcodes[-2:]:
-                case [(first, module), (second, name)] if {first, second} <= _TEXTS:
-                    opcodes[-2:] = [("GLOBAL", f"{module} {name}")]
-                    continue
-            raise ValueError("it names a global without text")
-        opcodes.append((opcode.name, argument))
-    return opcodes
+
+class _Reader(Unpickler):
+    """Reads a structure as its bytes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_ctypes", "_unpickle"):
+            return Function(lambda _, state: _Structure(state[1]))
+        if name == "ncclUniqueId":
+            return None
+        raise ValueError("it is another object")
 
 
 def _refusal(reason: str) -> Refused:
@@ -104,58 +86,46 @@ POLL_S = 0.005
 _RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
 
 
-class StatelessRendezvous:
-    """One trainer's store and its content.
+def form_stateless_group(
+    backend: str,
+    host: str,
+    port: int,
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    on_id: Callable[[], None],
+) -> Formed:
+    """Form NCCL's group of the trainer's id, or gloo's over the same store without a device.
 
-    Use it on a rendezvous' thread: each method waits for the trainer.
+    Call it on a rendezvous' thread: it waits for the trainer, and for all ranks. ``on_id`` is
+    called when the trainer's id is there. Raise ``Refused`` if the trainer left something else.
+
+    Torch looks up a communicator's id in a store. It is given a store with the trainer's id.
+    So timeouts and the order of streams are the same as in every other group.
     """
-
-    def __init__(
-        self, host: str, port: int, *, rank: int, world_size: int, timeout: datetime.timedelta
-    ) -> None:
-        """Connect, and count this rank. The trainer goes on when all ranks have come."""
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
-        self._prefix = NetworkAddress(host, port).to_tcp()
-        self._store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-
-    def read_unique_id(self) -> bytes:
-        """Return NCCL's id, left by the trainer when all ranks have come.
-
-        Raise ``Refused`` if the trainer left something else.
-        """
-        return read_unique_id(self._store.get(UNIQUE_ID))
-
-    def form(self, backend: str, name: str, unique_id: bytes, device: torch.device) -> Formed:
-        """Return NCCL's group of ``unique_id``, or gloo's over the same store without a device.
-
-        Torch looks up a communicator's id in a store. It is given a store with the trainer's id.
-        So timeouts and the order of streams are the same as in every other group.
-        """
-        store: Store
-        if is_nccl(backend):
-            _require_one_root(self._world_size)
-            store = _store_with(unique_id, name, self._timeout)
-        else:
-            store = PrefixStore(self._prefix, self._store)
-        group = construct(
-            backend,
-            store,
-            name=name,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=self._timeout,
-        )
-        if launches(backend):
-            try:
-                _sum_with_all(group, device)
-            except Exception:
-                # frees the group's name in torch for the next attempt
-                _abort_process_group(group)
-                raise
-            last_for_ever(group)
-        return Formed(group, self._store)
+    # counts this rank: the trainer goes on when all ranks have come
+    trainers = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    unique_id = read_unique_id(trainers.get(UNIQUE_ID))
+    on_id()
+    store: Store
+    if is_nccl(backend):
+        _require_one_root(world_size)
+        store = _store_with(unique_id, name, timeout)
+    else:
+        store = PrefixStore(NetworkAddress(host, port).to_tcp(), trainers)
+    group = construct(backend, store, name=name, rank=rank, world_size=world_size, timeout=timeout)
+    if launches(backend):
+        try:
+            _sum_with_all(group, device)
+        except Exception:
+            # frees the group's name in torch for the next attempt
+            _abort_process_group(group)
+            raise
+        last_for_ever(group)
+    return Formed(group, trainers)
 
 
 def _store_with(unique_id: bytes, name: str, timeout: datetime.timedelta) -> Store:

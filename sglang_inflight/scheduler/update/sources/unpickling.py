@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, read_memory
+from sglang_inflight.scheduler.update.sources.gpu_sharing import read_tensor
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
@@ -195,25 +195,7 @@ def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arguments first: torch's function and SGLang's replacement accept any."""
 
     def rebuild_on_gpu(*arguments: Any) -> Any:
-        match arguments:
-            case (
-                type() as kind,
-                tuple(shape),
-                tuple(stride),
-                offset,
-                type() as storage,
-                torch.dtype() as dtype,
-                int() | str(),
-                memory,
-                nbytes,
-                *shared,
-            ) if kind in _TENSORS and storage in _STORAGES and len(shared) == 6:
-                has_memory(shape, stride, offset, dtype, memory, nbytes)
-            case _:
-                raise pickle.UnpicklingError("its arguments are not those of a tensor on a GPU")
-        if memory is not None:
-            # torch opens the memory even for a tensor without elements
-            read_memory(memory, nbytes, *shared)
+        read_tensor(arguments, _TENSORS, _STORAGES)
         return rebuild(*arguments)
 
     return rebuild_on_gpu
