@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.families import row, table
-from tests.families.result import WRONG
+from tests.families.result import REFUSED, WRONG, Result
 
 
 def test_document_lists_every_class_once() -> None:
@@ -18,6 +19,21 @@ def test_document_lists_every_class_once() -> None:
 
 def test_no_class_is_updated_wrongly() -> None:
     assert not [name for name, result in table.read().items() if result.kind == WRONG]
+
+
+def test_outcome_without_servers_replaces_another_one_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one would hide that a class is updated in another way by now."""
+    document = tmp_path / "families.md"
+    document.write_text(table.DOCUMENT.read_text())
+    monkeypatch.setattr(table, "DOCUMENT", document)
+    known = table.read()["LlamaForCausalLM"]
+    table.write({"LlamaForCausalLM": replace(known, why="alone")}, over_servers=False)
+    assert table.read()["LlamaForCausalLM"] == known
+    refused = Result(REFUSED, "its proof fails")
+    table.write({"LlamaForCausalLM": refused}, over_servers=False)
+    assert table.read()["LlamaForCausalLM"] == refused
 
 
 # experts with norms of whole heads; a tower of images

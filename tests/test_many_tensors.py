@@ -147,9 +147,11 @@ class Broadcasts:
         self, expected: Any, check: Callable[[], None], transfer_id: str | None
     ) -> Iterator[Any]:
         for _, tensors in expected:
-            for name, tensor in tensors:
-                tensor.view(torch.uint8).copy_(self._weights[name].view(torch.uint8))
-            yield tensors
+            yield [(name, self._filled(name, tensor)) for name, tensor in tensors]
+
+    def _filled(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.uint8).copy_(self._weights[name].view(torch.uint8))
+        return tensor
 
     def mark_taken(self, transfer_id: str) -> None:
         pass

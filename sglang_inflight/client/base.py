@@ -77,8 +77,8 @@ class Version:
         """True if tensors were taken, and none was lost."""
         return bool(self._taken) and not self._is_broken
 
-    def changes(self, *, partial: bool) -> Iterator[Piece]:
-        """Bring the snapshot up to date, and yield what has changed.
+    def changes(self, *, partial: bool, whole: Collection[str] = ()) -> Iterator[Piece]:
+        """Bring the snapshot up to date, and yield what has changed, and the tensors ``whole``.
 
         A tensor is sent whole if that is smaller, and if the servers take no sparse values of its
         dtype, or no such value. Raises ``NotFromBase`` at the end if a tensor is missing, unless
@@ -87,7 +87,7 @@ class Version:
         for name, tensor in self._take():
             change = self._snapshot.follow(name, tensor)
             self._taken.append(name)
-            if change is None or not _are_taken_sparse(change.values):
+            if change is None or name in whole or not _are_taken_sparse(change.values):
                 yield Piece.whole(name, tensor)
             elif len(change.indices):
                 yield Piece.sparse(name, change)

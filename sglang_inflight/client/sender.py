@@ -79,7 +79,8 @@ class Sender(Generic[Receipt_co]):
     the elements that have changed. It sends a tensor whole where that is smaller, and for values
     that servers take only so (NaN, infinity, dtypes other than floats of 2 bytes or more). Servers
     name what they take only whole, because SGLang finishes it after loading: it follows in the same
-    session, with the tensors that it is finished together with.
+    session, with the tensors that it is finished together with. Later versions bring these whole at
+    once.
 
     It sends a whole version if a server does not serve the last one sent: at first, and after a
     failure, a rollback, a restart or another trainer's update. If the ranks refuse changes, the
@@ -140,6 +141,8 @@ class Sender(Generic[Receipt_co]):
         # None: the servers serve something else, as far as we know
         self._base: Base | None = None
         self._takes_changes = True
+        # names of the tensors that servers take whole alone, as far as they have said
+        self._whole_alone: set[str] = set()
 
     def __enter__(self) -> Self:
         self.join()
@@ -168,6 +171,7 @@ class Sender(Generic[Receipt_co]):
             raise
         self._is_in_step = True
         self._takes_changes = True
+        self._whole_alone.clear()
 
     def send(
         self,
@@ -193,8 +197,11 @@ class Sender(Generic[Receipt_co]):
         base, self._base = self._base, None
         why_refused: str | None = None
         if base is not None and base.fits(partial, selector) and self._takes_changes:
+            # a part of a version may lack what belongs together with such a tensor
+            whole = set[str]() if partial else self._whole_alone
             try:
-                receipt = commit(version.changes(partial=partial), partial=True, base=base)
+                changes = version.changes(partial=partial, whole=whole)
+                receipt = commit(changes, partial=True, base=base)
             except NotFromBase as error:
                 logger.info("A whole version is sent: %s", error)
             except Refused as error:
@@ -249,6 +256,7 @@ class Sender(Generic[Receipt_co]):
                 if self._snapshot is not None:
                     names = sorted(unpatched & self._snapshot.keys())
                     self._send_all(Piece.whole(name, self._snapshot[name]) for name in names)
+                    self._whole_alone.update(names)
         except BaseException:
             # the session is dropped by now, and no rank waits for a broadcast
             if not self._is_in_step:

@@ -127,7 +127,7 @@ class StagedChanges(Answer, frozen=True, kw_only=True):
     # elements of this server's weights that differ, and their share of all of the update's models
     changed_elements: int = 0
     changed_fraction: float = 0.0
-    # most memory that the staging took on a rank: changes and open windows
+    # most memory that changes took on a rank, on its device and on the host
     staging_bytes_peak: int = 0
     # why it is not the form of ``staging.mode``; else None
     why: str | None = None

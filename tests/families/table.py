@@ -39,14 +39,13 @@ def _counts(planned: str, finished: str, by_loader: str, why: str) -> Counts | N
 def write(results: dict[str, Result], *, over_servers: bool = True) -> None:
     """Write a row for each class. The document keeps those without a new result.
 
-    A result of tensors alone replaces a result of servers only ``over_servers``.
+    A result of tensors alone replaces one of servers only ``over_servers``, or if it is another.
     """
     known = read()
     for name, result in results.items():
-        if over_servers or name not in known or not known[name].has_logits:
-            known[name] = result
-        else:
-            known[name] = replace(known[name], counts=result.counts)
+        before = known.get(name, NOT_RUN)
+        is_kept = before.has_logits and before.kind == result.kind and not over_servers
+        known[name] = replace(before, counts=result.counts) if is_kept else result
     rows = {name: _row(name, known) for name in classes()}
     replace_between(DOCUMENT, BEGIN, END, _summary(rows) + _table(rows))
 

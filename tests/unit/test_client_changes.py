@@ -198,6 +198,18 @@ def test_tensor_goes_whole_if_a_change_is_larger_or_not_taken() -> None:
     assert all(are_same(snapshot[name], tensor) for name, tensor in new.items())
 
 
+def test_tensors_that_servers_take_whole_alone_are_sent_whole_at_once() -> None:
+    """Servers finish them together, so the unchanged ones have to come, too."""
+    old = {name: torch.zeros(100) for name in ("finished", "beside it", "moved", "same")}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["finished"][0] = new["moved"][0] = 1
+    version = Version(new.items(), Snapshot(old))
+    pieces = version.changes(partial=False, whole={"finished", "beside it"})
+    assert [name for piece in pieces for name, _ in piece.tensors] == [
+        "finished", "beside it", "moved.indices", "moved.values",
+    ]  # fmt: skip
+
+
 def test_unchanged_version_sends_nothing() -> None:
     weights = {"large": torch.zeros(100), "small": torch.zeros(10)}
     assert not list(Version(weights.items(), Snapshot(weights)).changes(partial=False))

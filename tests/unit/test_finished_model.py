@@ -412,6 +412,28 @@ def test_weight_that_finishing_deletes_is_updated_by_what_is_made_of_it(form: st
         rank.seal()
 
 
+class Consuming(Model):
+    """Its loader keeps a product in place of a module, as MiniCPM3's does."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.doubled = self.plain.weight.data * 2
+        del self.plain
+
+    def post_load_weights(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_module_that_loading_deletes_is_updated_by_what_is_made_of_it(form: str) -> None:
+    rank = Rank(form, kind=Consuming)
+    swap = rank.update(1)
+    swap.make()
+    assert rank.is_as(served(1, kind=Consuming))
+    swap.make()
+    assert rank.is_as(served(0, kind=Consuming))
+
+
 def test_view_of_another_weight_goes_with_it() -> None:
     def views(layer: Any) -> None:
         layer.upper = layer.weight.data[:2]

@@ -341,6 +341,24 @@ def test_tensors_that_are_finished_together_are_named_together(mode: StagingMode
     assert update.unpatched == {"target": {"fused.upper", "fused.lower", "fused.bias"}}
 
 
+def test_module_of_many_tensors_is_named_by_one_set() -> None:
+    """A set for each of a thousand experts' tensors would take gigabytes in a large model."""
+    modules = {
+        f"{module}.weight": frozenset(f"{module}.{expert}" for expert in range(9))
+        for module in ("a", "b")
+    }
+    shared = {"c.weight": frozenset({"c", "ab"})}
+    shared |= {f"{module}.bias": frozenset({"ab"}) for module in ("a", "b")}
+    none = frozenset[Any]()
+    together = Recipe({**modules, **shared}, none, none, none, none, none).together
+    for module in ("a", "b"):
+        names = modules[f"{module}.weight"]
+        assert len({id(together[name]) for name in names}) == 1
+        assert together[f"{module}.0"] == {*names, "ab"}
+    assert together["c"] == {"c", "ab"}
+    assert together["ab"] == together["a.0"] | together["b.0"] | {"c"}
+
+
 @MODES
 def test_elements_are_refused_of_a_finished_model_without_a_plan(
     mode: StagingMode, monkeypatch: pytest.MonkeyPatch

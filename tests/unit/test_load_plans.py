@@ -504,6 +504,14 @@ def test_weight_that_is_not_what_its_moves_give_goes_by_the_loader() -> None:
     assert plan.needed == {"a", "c"}
 
 
+def test_tensors_that_the_loader_holds_for_each_other_are_named_by_one_set() -> None:
+    together = {"a": "a", "b": "a", "c": "c", "late": None}
+    plan = Plan({}, {}, {}, together)
+    assert plan.unit_of("a") == {"a", "b"}
+    assert plan.unit_of("b") is plan.unit_of("a")
+    assert [plan.unit_of(name) for name in ("c", "late", "other")] == [{"c"}, {"late"}, {"other"}]
+
+
 def test_weights_that_share_a_tensor_go_by_the_loader_together() -> None:
     tensors = checkpoint(0)
     plan, weights = planned(Holds(), tensors)

@@ -126,7 +126,7 @@ class Jobs:
         after: Any,
         proves_again: bool = False,
     ) -> Opened:
-        """Fill the shadow with the live weights, or with marks on every element to be written.
+        """Make the models ready for an update, and mark each element of hollow weights.
 
         A staged update only reads the live weights. Only a commit writes them, on the scheduler's
         thread, and no commit can come while an update is open. ``after`` is the device's event

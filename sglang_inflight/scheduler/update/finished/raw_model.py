@@ -339,6 +339,10 @@ class RawModel:
         self._is_complete = True
         there = self._done | self._planned.keys()
         paths = [path for path in self._modules if path not in there]
+        if self._recipe is None:
+            # loading deletes modules of some models, and nothing is made of those
+            present = {path for path, _ in modules_of(self.model)}
+            paths = [path for path in paths if path in present]
         if self.is_partial:
             touched = {w.module for w in self._weights.values() if w.is_written or w.came}
             self._show_live([path for path in paths if path not in touched])

@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.update.finished.places import (
     split_name,
     tensors_of,
 )
-from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Unproven
 
@@ -46,18 +46,22 @@ class Recipe:
 
     @functools.cached_property
     def together(self) -> Mapping[str, Set[str]]:
-        """Names of the tensors that make the same modules as a tensor does, by its name."""
-        at: dict[str, list[str]] = {}
+        """Names of the tensors that make the same modules as a tensor does, by its name.
+
+        Tensors of the same modules share one set: a module of experts may have a thousand.
+        """
         of: dict[str, set[str]] = {}
         for weight, names in self.names.items():
-            module, _ = split_name(weight)
-            of.setdefault(module, set()).update(names)
-            for name in names:
-                at.setdefault(name, []).append(module)
-        return {
-            name: of[modules[0]].union(*(of[module] for module in modules[1:]))
-            for name, modules in at.items()
+            of.setdefault(split_name(weight)[0], set()).update(names)
+        at: dict[str, tuple[str, ...]] = {}
+        for module, together in paced(of.items()):
+            for name in together:
+                at[name] = (*at.get(name, ()), module)
+        sets = {
+            modules: set[str]().union(*(of[module] for module in modules))
+            for modules in {*at.values()}
         }
+        return {name: sets[modules] for name, modules in paced(at.items())}
 
     @property
     def deleted(self) -> frozenset[str]:

@@ -11,8 +11,9 @@ stay as they are. So coverage is a set of names.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from types import MappingProxyType
 
@@ -24,7 +25,7 @@ from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.plans.moves import Box, Move
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
-from sglang_inflight.scheduler.update.rate import RateLimit, yield_gil
+from sglang_inflight.scheduler.update.rate import RateLimit, paced, yield_gil
 from sglang_inflight.storages import span_of
 from sglang_inflight.vocabulary.answers import Ways
 
@@ -103,11 +104,18 @@ class Plan:
         others = {self.together.get(name) for name in self.by_loader}
         return [tuple(names) for unit, names in sets.items() if unit not in others]
 
-    def unit_of(self, name: str) -> set[str]:
+    def unit_of(self, name: str) -> Set[str]:
         """Return the names of the tensors that the loader has held for each other with ``name``."""
-        if (unit := self.together.get(name)) is None:
-            return {name}
-        return {name} | {other for other, its in self.together.items() if its == unit}
+        unit = self.together.get(name)
+        return {name} if unit is None else self._held_together[unit]
+
+    @functools.cached_property
+    def _held_together(self) -> Mapping[str, Set[str]]:
+        found: dict[str, set[str]] = {}
+        for name, unit in paced(self.together.items()):
+            if unit is not None:
+                found.setdefault(unit, set()).add(name)
+        return found
 
     def ways(self, *, finishes: bool) -> Ways:
         """Count the tensors by the way that they take. ``finishes``: SGLang finishes the model."""
