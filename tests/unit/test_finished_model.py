@@ -169,7 +169,7 @@ class Rank:
     def begin(self, *, is_partial: bool = False) -> None:
         self._update = self._rank.begin(partial=is_partial)
         self._rank.prepare(self._update)
-        self.shadow._raw._device = self._device
+        self.shadow._device = self._device
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rank.fill(self._update, dict(weights))
@@ -229,9 +229,9 @@ def test_dropped_update_gives_its_memory_back() -> None:
     rank = Rank()
     rank.begin()
     rank.load([("a.upper", checkpoint(1)["a.upper"])])
-    assert any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+    assert any(w.handle.is_touched() for w in rank.shadow._of_module["a"])
     rank.shadow.forget()
-    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+    assert not any(w.handle.is_touched() for w in rank.shadow._of_module["a"])
 
 
 def equalizes(layer: Any) -> None:
@@ -256,8 +256,8 @@ def test_module_is_finished_and_its_memory_given_back_when_its_tensors_have_come
     rank.begin()
     weights = checkpoint(1)
     rank.load([("b.weight", weights["b.weight"])])
-    assert rank.shadow._raw.has_finished("b")
-    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["b"])
+    assert rank.shadow.has_finished("b")
+    assert not any(w.handle.is_touched() for w in rank.shadow._of_module["b"])
 
 
 def test_halves_of_a_fused_tensor_come_in_two_calls() -> None:
@@ -579,13 +579,17 @@ def leaves_alone(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_half_suffices_where_finishing_leaves_the_weight_alone(
+def test_half_suffices_where_its_plan_shows_that_finishing_leaves_the_weight_alone(
     device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=leaves_alone, device=device)
     rank.begin(is_partial=True)
     half = {"a.upper": checkpoint(1)["a.upper"]}
     rank.load(half.items())
+    if not rank.planned:
+        with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+            rank.seal()
+        return
     rank.seal().make()
     assert rank.is_as(served(0, leaves_alone, half))
 

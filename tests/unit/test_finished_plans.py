@@ -408,7 +408,7 @@ def test_module_whose_part_was_moved_is_refused_to_the_loader(
     calls = [{**before, **after}] if in_one_call else [before, after]
     if not is_partial:
         calls.insert(0, some(1, "norm.weight", "packed.weight"))
-    with pytest.raises(Refused, match=r"'fused' after loading.*send together.*fused\.bias"):
+    with pytest.raises(Refused, match=r"'fused' as a whole.*send together.*fused\.bias"):
         served.rank.update(*calls, partial=is_partial)
     assert served.serves()
 
@@ -666,19 +666,6 @@ def test_planned_weight_that_post_load_uses_is_refused(mode: StagingMode, is_par
     with pytest.raises(Refused, match=r"finishing the update uses 'norm\.weight'"):
         served.rank.update(sent, partial=is_partial)
     assert served.serves()
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
-)
-def test_other_content_for_the_proof_is_large_and_small_and_no_nan(dtype: torch.dtype) -> None:
-    served = Served(StagingMode.DEVICE)
-    served.rank.update(checkpoint(1))
-    raw: Any = served.rank.shadowed.kind
-    altered = raw._raw._altered(torch.ones(4, 1 << 10).t().to(dtype)).float()
-    assert altered.isfinite().all()
-    assert altered.max() > 100
-    assert altered.abs().min() < 1
 
 
 def test_weight_that_another_model_owns_is_not_written() -> None:

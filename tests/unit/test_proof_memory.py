@@ -155,7 +155,7 @@ class WithProduct(nn.Module):
         self.product = self.plain.weight.data * 2
 
 
-class Nobody:
+class Forgetting(RawModel):
     def take(self, made: raw_model.Made) -> None:
         """Use nothing."""
 
@@ -175,9 +175,9 @@ def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     live.post_load_weights()
     monkeypatch.setattr(raw_model, "_free_bytes", lambda device: free)
     monkeypatch.setattr(raw_model, "_OnDevice", lambda parameters, where: parameters)
-    raw = RawModel(WithProduct(), live, CUDA, Nobody(), UNPACED, recipe)
+    raw = Forgetting(WithProduct(), live, CUDA, UNPACED, recipe)
     with torch.no_grad():
-        raw.begin(tensors_of(live), is_partial=False)
+        raw.begin(None, is_partial=False)
         dataflow = Dataflow(raw.targets(), before_write=raw.note_write)
         model: Any = raw.model
         with dataflow:

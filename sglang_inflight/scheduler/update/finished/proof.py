@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_inflight.host_memory import pinned_bytes
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.finished.places import Place, split_name, tensors_of
-from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
-from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe
+from sglang_inflight.scheduler.update.checks.dataflow import tensors_of as arguments_in
+from sglang_inflight.scheduler.update.finished.places import (
+    Number,
+    Place,
+    owners_at,
+    split_name,
+    tensors_at,
+)
+from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel, RawWeight, State
+from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
+from sglang_inflight.scheduler.update.plans.trial import random_row
 from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.shadow import checksum
+from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Dropped, Refused, Unproven, describe
+
+logger = logging.getLogger(__name__)
+
+_POSITIONS = (torch.bool, torch.int16, torch.int32, torch.int64)
+_SEED = 1
+_NOTHING: frozenset[Any] = frozenset()
+_UNKNOWN = Recipe({}, _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class NotNow(Unproven):
@@ -39,22 +60,22 @@ def find_recipe(
     Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here; its child
     ``NotNow`` if the reason may pass.
     """
-    proof = _Proof(live, rate_limit, check)
-    raw = proof.raw = RawModel(pristine, live, device, proof, rate_limit, None)
-    needed = raw.nbytes + raw.most_nbytes_finished
-    if needed > host_bytes:
+    proof = Proof(pristine, live, device, rate_limit, check)
+    if (needed := proof.needed_bytes) > host_bytes:
         raise NotNow(
             f"its first update loads the served checkpoint beside it, for which the host needs "
             f"{needed >> 20} MiB, and {host_bytes >> 20} MiB are free for this rank"
         )
     try:
         with torch.no_grad():
-            raw.begin(tensors_of(live), is_partial=False)
-            dataflow = Dataflow(raw.targets(), before_write=raw.note_write, rate_limit=rate_limit)
+            proof.begin(None, is_partial=False)
+            dataflow = Dataflow(
+                proof.targets(), before_write=proof.note_write, rate_limit=rate_limit
+            )
             with dataflow:
                 received = dataflow.receive_each(weights)
-                DefaultModelLoader.load_weights_only(raw.model, received, device)
-            raw.finish()
+                DefaultModelLoader.load_weights_only(proof.model, received, device)
+            proof.finish()
         return proof.recipe(loaded)
     except (Dropped, Unproven):
         raise
@@ -66,7 +87,7 @@ def find_recipe(
         ) from error
     finally:
         # a cycle keeps the objects until the next collection
-        raw.forget()
+        proof.forget()
         if device.type != "cpu":
             # SGLang brings results back to pinned memory, which torch would keep
             torch.accelerator.empty_host_cache()
@@ -87,35 +108,185 @@ def _may_pass(error: BaseException | None) -> bool:
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
-class _Proof:
-    """Compares with the served model in place of staging."""
+class Proof(RawModel):
+    """Compares with the served model in place of staging. It knows no recipe."""
 
-    raw: RawModel
-
-    def __init__(self, live: nn.Module, rate_limit: RateLimit, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pristine: nn.Module,
+        live: nn.Module,
+        device: torch.device,
+        rate_limit: RateLimit,
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__(pristine, live, device, rate_limit, _UNKNOWN)
         self._comparison = Comparison(live, rate_limit, check)
+        self._random = torch.Generator().manual_seed(_SEED)
         self._present: set[Place] = set()
+        # weights that finishing has left as loaded, byte for byte
         self._kept: set[str] = set()
+        # modules whose weights finishing has looked at
+        self._looked_at: set[str] = set()
+        # checksums of raw tensors before their finishing
+        self._before: dict[Place, str] = {}
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes on the host that the proof takes.
+
+        Finishing a module may replace all of its weights. SGLang brings results of a device back to
+        the host, into pinned memory, which torch keeps beside the module's other content.
+        """
+        is_host = self._device.type == "cpu"
+        most = 0
+        for weights in self._of_module.values():
+            pinned = 0 if is_host else sum(pinned_bytes(weight.tensor) for weight in weights)
+            most = max(most, pinned + sum(weight.tensor.nbytes for weight in weights))
+        return most + sum(weight.tensor.nbytes for weight in self._raw_weights.values())
+
+    def recipe(self, loaded: Collection[int]) -> Recipe:
+        """Return the findings, at the end. Raise ``Unproven`` if some are missing."""
+        names = {w.name: frozenset(w.names) for w in self._raw_weights.values() if w.names}
+        loaded_into = {key for key, weight in self._raw_weights.items() if weight.names}
+        # views of raw weights have places, too
+        reached = {place for place, key in self._raw_memory.items() if key in loaded_into}
+        self._comparison.end(self._present, reached, loaded)
+        tensors = self._comparison.tensors
+        # finishing has deleted the others: they are no module's result, and wait for the rest
+        there = {name for name in names if Place(*split_name(name)) in tensors}
+        gone = {split_name(name)[0] for name in names.keys() - there}
+        kept = frozenset(self._kept & there)
+        return Recipe(
+            names=names,
+            kept=kept,
+            untouched=frozenset(n for n in kept if split_name(n)[0] not in self._looked_at),
+            tensors=frozenset(tensors),
+            numbers=frozenset(self._comparison.numbers),
+            awaited=frozenset(gone | self._read_modules),
+        )
 
     def take(self, made: Made) -> None:
         self._comparison.compare(made.tensors, made.numbers)
         self._present |= made.present
-        self._kept |= made.kept
 
-    def recipe(self, loaded: Collection[int]) -> Recipe:
-        """Return the findings, after the last ``take``. Raise ``Unproven`` if some are missing."""
-        self._comparison.end(self._present, self.raw.reached(), loaded)
-        names, tensors = self.raw.names(), self._comparison.tensors
-        # finishing has deleted the others: they are no module's result, and wait for the rest
-        there = {name for name in names if Place(*split_name(name)) in tensors}
-        gone = {split_name(name)[0] for name in names.keys() - there}
-        return Recipe(
-            names=names,
-            kept=frozenset(self._kept & there),
-            untouched=frozenset(
-                name for name in self._kept & there if split_name(name)[0] not in self.raw.looked_at
-            ),
-            tensors=frozenset(tensors),
-            numbers=frozenset(self._comparison.numbers),
-            awaited=frozenset(gone | self.raw.read_modules),
+    # ---- what finishing does to a module -------------------------------------------------
+
+    def _require_whole(self, paths: list[str]) -> None:
+        super()._require_whole(paths)
+        for path in paths:
+            for owner in owners_at(path, self._modules[path]):
+                for place, tensor in tensors_at(owner):
+                    self._before[place] = self._checksum_of(tensor)
+
+    def _make(self, paths: list[str], *, at_seal: bool) -> None:
+        # the results of one module alone take memory beside the raw weights
+        for path in paths:
+            self._prove(path)
+
+    def _prove(self, path: str) -> None:
+        module = self._modules[path]
+        # finished as a copy: another one gets other content
+        loaded = State(path, module)
+        loaded.restore(module)
+        self._process(path)
+        made = self._made_by(owners_at(path, module), finished={path})
+        weights = [weight for weight in self._of_module.get(path, ()) if weight.names]
+        kept = {weight.name for weight in weights if self._is_left_alone(weight)}
+        self._kept |= kept
+        self.take(made)
+        # others may share its raw weights, and nothing is known of that yet: none is reset
+        self._restore([path])
+        is_left_alone = len(kept) == len(weights) > 0 and path not in self._looked_at
+        if is_left_alone and getattr(module, "quant_method", None) is not None:
+            places, numbers = {*made.tensors}, made.numbers
+            made.tensors.clear()
+            self._try_other_content(path, loaded, places, numbers)
+
+    def _try_other_content(
+        self, path: str, loaded: State, places: set[Place], numbers: Mapping[Place, Number]
+    ) -> None:
+        """Note whether finishing does something else with other content than it has done.
+
+        Kernels outside of torch's dispatcher are not seen when they look at it. ``places`` and
+        ``numbers``: what was made of the served content.
+        """
+        module = self._modules[path]
+        loaded.restore(module)
+        names = [weight.attribute for weight in self._of_module.get(path, ()) if weight.names]
+        for name in names:
+            tensor = getattr(module, name)
+            tensor.data = self._altered(tensor.data)
+        before = [self._checksum_of(getattr(module, name)) for name in names]
+        try:
+            self._process(path)
+            again = self._made_by(owners_at(path, module), finished={path})
+            after = [self._checksum_of(getattr(module, name)) for name in names]
+            is_same = (after, again.numbers, {*again.tensors}) == (before, numbers, places)
+        except Exception:
+            logger.debug("%s is not finished with other content", path, exc_info=True)
+            is_same = False
+        finally:
+            self._raw[path].restore(module)
+        if not is_same:
+            self._looked_at.add(path)
+
+    def _altered(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like ``data`` with random bits. Positions stay: a kernel may use them."""
+        with Dataflow.untraced():
+            altered = data.detach().clone()
+            if altered.dtype not in _POSITIONS:
+                row = random_row(altered.numel(), altered.dtype, self._random, self._rate_limit)
+                flat = altered.as_strided((altered.numel(),), (1,))
+                flat.view(torch.uint8).copy_(row.view(torch.uint8))
+        return altered
+
+    def _process_on_device(self, path: str, module: Any) -> None:
+        """Note of which modules finishing ``path`` takes more than the memory."""
+        named = (*module.named_parameters(prefix=path), *module.named_buffers(prefix=path))
+        there = {memory_key(tensor): split_name(name)[0] for name, tensor in named}
+        with _Looks() as looks:
+            super()._process_on_device(path, module)
+        for memory in looks.memory:
+            if memory in there:
+                self._looked_at.add(there[memory])
+            elif (weight := self._raw_weights.get(memory)) is not None:
+                self._looked_at.add(weight.module)
+
+    def _is_made(self, place: Place, tensor: torch.Tensor) -> bool:
+        return super()._is_made(place, tensor) or self._has_other_bytes(place, tensor)
+
+    def _is_left_alone(self, weight: RawWeight) -> bool:
+        tensor = getattr(self._modules[weight.module], weight.attribute, None)
+        return (
+            isinstance(tensor, torch.Tensor)
+            and self._weight_in(memory_key(tensor)) is weight
+            and describe_layout(tensor) == describe_layout(weight.handle.tensor)
+            and not self._has_other_bytes(Place(weight.module, weight.attribute), tensor)
         )
+
+    def _has_other_bytes(self, place: Place, tensor: torch.Tensor) -> bool:
+        before = self._before.get(place)
+        return before is not None and self._checksum_of(tensor) != before
+
+    def _checksum_of(self, tensor: torch.Tensor) -> str:
+        self._rate_limit.spend(tensor.nbytes)
+        with Dataflow.untraced():
+            return checksum([tensor])
+
+
+class _Looks(TorchDispatchMode):
+    """Notes the memory of all tensors that operations take, other than for a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # keys of ``memory_key``
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            for value in (*args, *kwargs.values()):
+                self.memory.update(memory_key(tensor) for tensor in arguments_in(value))
+        return func(*args, **kwargs)

@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.update.finished.places import (
     split_name,
     tensors_of,
 )
+from sglang_inflight.scheduler.update.plans.plan import are_equal
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Unproven
@@ -124,10 +125,8 @@ def _require_equal(
             f"finishing makes {str(place)!r} as {describe_layout(made)}, and it is served as "
             f"{describe_layout(served)}"
         )
-    for one, other in rate_limit.cut(made, served):
-        same = one.contiguous().view(-1).view(torch.uint8)
-        if not torch.equal(same, other.contiguous().view(-1).view(torch.uint8).to(same.device)):
-            raise Unproven(f"finishing makes {str(place)!r} with other values than are served")
+    if not are_equal(made, served, rate_limit):
+        raise Unproven(f"finishing makes {str(place)!r} with other values than are served")
 
 
 def describe_layout(tensor: torch.Tensor) -> str:
