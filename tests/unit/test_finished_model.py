@@ -515,7 +515,7 @@ def test_weight_that_post_load_scales_goes_live_scaled(
     kind: type[Model], device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(kind=kind, device=device)
-    assert "plain.weight" not in rank.recipe().kept
+    assert "plain.weight" not in rank.recipe().untouched
     for version in (1, 2):
         rank.update(version).make()
         assert rank.is_as(served(version, kind=kind))
@@ -547,7 +547,7 @@ def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
     finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=finish, device=device)
-    assert rank.recipe().kept == {"plain.weight"}
+    assert rank.recipe().untouched == {"plain.weight"}
     for version in (1, 2):
         rank.update(version).make()
         assert rank.is_as(served(version, finish))

@@ -164,8 +164,7 @@ def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Load and finish an update on a device with ``free`` bytes."""
     recipe = Recipe(
         names={f"{name}.weight": frozenset({f"{name}.weight"}) for name in ("plain", "gone")},
-        kept=frozenset({"plain.weight"}),
-        untouched=frozenset(),
+        untouched=frozenset({"plain.weight"}),
         tensors=frozenset({Place("plain", "weight"), Place("", "product")}),
         numbers=frozenset(),
         # finishing deletes the weight of ``gone``, and needs no other module for that

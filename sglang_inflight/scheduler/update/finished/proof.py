@@ -17,6 +17,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import tensors_of as argum
 from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Place,
+    modules_of,
     owners_at,
     split_name,
     tensors_at,
@@ -26,7 +27,7 @@ from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe,
 from sglang_inflight.scheduler.update.plans.trial import random_row
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import checksum
-from sglang_inflight.storages import memory_key
+from sglang_inflight.storages import memory_key, span_of
 from sglang_inflight.vocabulary.errors import Dropped, Refused, Unproven, describe
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _POSITIONS = (torch.bool, torch.int16, torch.int32, torch.int64)
 _SEED = 1
 _NOTHING: frozenset[Any] = frozenset()
-_UNKNOWN = Recipe({}, _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+_UNKNOWN = Recipe({}, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class NotNow(Unproven):
@@ -123,12 +124,12 @@ class Proof(RawModel):
         self._comparison = Comparison(live, rate_limit, check)
         self._random = torch.Generator().manual_seed(_SEED)
         self._present: set[Place] = set()
-        # weights that finishing has left as loaded, byte for byte
-        self._kept: set[str] = set()
-        # modules whose weights finishing has looked at
+        # modules whose weights finishing has left with the content of their memory, and those of
+        # which it has looked at a weight
+        self._left_alone: set[str] = set()
         self._looked_at: set[str] = set()
-        # checksums of raw tensors before their finishing
-        self._before: dict[Place, str] = {}
+        # layouts and contents of raw tensors before their finishing
+        self._before: dict[Place, tuple[str, str]] = {}
 
     @property
     def needed_bytes(self) -> int:
@@ -155,11 +156,10 @@ class Proof(RawModel):
         # finishing has deleted the others: they are no module's result, and wait for the rest
         there = {name for name in names if Place(*split_name(name)) in tensors}
         gone = {split_name(name)[0] for name in names.keys() - there}
-        kept = frozenset(self._kept & there)
+        untouched = self._left_alone - self._looked_at
         return Recipe(
             names=names,
-            kept=kept,
-            untouched=frozenset(n for n in kept if split_name(n)[0] not in self._looked_at),
+            untouched=frozenset(name for name in there if split_name(name)[0] in untouched),
             tensors=frozenset(tensors),
             numbers=frozenset(self._comparison.numbers),
             awaited=frozenset(gone | self._read_modules),
@@ -176,12 +176,15 @@ class Proof(RawModel):
         for path in paths:
             for owner in owners_at(path, self._modules[path]):
                 for place, tensor in tensors_at(owner):
-                    self._before[place] = self._checksum_of(tensor)
+                    self._before[place] = self._look_at(tensor)
 
     def _make(self, paths: list[str], *, at_seal: bool) -> None:
+        # loading deletes modules of some models, and nothing is made of those
+        present = {path for path, _ in modules_of(self.model)}
         # the results of one module alone take memory beside the raw weights
         for path in paths:
-            self._prove(path)
+            if path in present:
+                self._prove(path)
 
     def _prove(self, path: str) -> None:
         module = self._modules[path]
@@ -191,44 +194,45 @@ class Proof(RawModel):
         self._process(path)
         made = self._made_by(owners_at(path, module), finished={path})
         weights = [weight for weight in self._of_module.get(path, ()) if weight.names]
-        kept = {weight.name for weight in weights if self._is_left_alone(weight)}
-        self._kept |= kept
+        is_alone = len(weights) > 0 and all(map(self._is_left_alone, weights))
         self.take(made)
+        layouts = {place: describe_layout(tensor) for place, tensor in made.tensors.items()}
+        made.tensors.clear()
         # others may share its raw weights, and nothing is known of that yet: none is reset
         self._restore([path])
-        is_left_alone = len(kept) == len(weights) > 0 and path not in self._looked_at
-        if is_left_alone and getattr(module, "quant_method", None) is not None:
-            places, numbers = {*made.tensors}, made.numbers
-            made.tensors.clear()
-            self._try_other_content(path, loaded, places, numbers)
+        if is_alone and getattr(module, "quant_method", None) is None:
+            self._left_alone.add(path)
+        elif is_alone and path not in self._looked_at:
+            loaded.restore(module)
+            for weight in weights:
+                tensor = getattr(module, weight.attribute)
+                tensor.data = self._altered(tensor.data)
+                self._before[weight.place] = self._look_at(tensor)
+            if self._finishes_alike(path, weights, layouts, made.numbers):
+                self._left_alone.add(path)
+            self._raw[path].restore(module)
 
-    def _try_other_content(
-        self, path: str, loaded: State, places: set[Place], numbers: Mapping[Place, Number]
-    ) -> None:
-        """Note whether finishing does something else with other content than it has done.
+    def _finishes_alike(
+        self,
+        path: str,
+        weights: Iterable[RawWeight],
+        layouts: Mapping[Place, str],
+        numbers: Mapping[Place, Number],
+    ) -> bool:
+        """Return whether finishing does with other content what it has done with that served.
 
-        Kernels outside of torch's dispatcher are not seen when they look at it. ``places`` and
+        Kernels outside of torch's dispatcher are not seen when they look at it. ``layouts`` and
         ``numbers``: what was made of the served content.
         """
-        module = self._modules[path]
-        loaded.restore(module)
-        names = [weight.attribute for weight in self._of_module.get(path, ()) if weight.names]
-        for name in names:
-            tensor = getattr(module, name)
-            tensor.data = self._altered(tensor.data)
-        before = [self._checksum_of(getattr(module, name)) for name in names]
         try:
             self._process(path)
-            again = self._made_by(owners_at(path, module), finished={path})
-            after = [self._checksum_of(getattr(module, name)) for name in names]
-            is_same = (after, again.numbers, {*again.tensors}) == (before, numbers, places)
+            again = self._made_by(owners_at(path, self._modules[path]), finished={path})
         except Exception:
             logger.debug("%s is not finished with other content", path, exc_info=True)
-            is_same = False
-        finally:
-            self._raw[path].restore(module)
-        if not is_same:
-            self._looked_at.add(path)
+            return False
+        made = {place: describe_layout(tensor) for place, tensor in again.tensors.items()}
+        is_same = (made, again.numbers) == (layouts, numbers)
+        return is_same and all(map(self._is_left_alone, weights))
 
     def _altered(self, data: torch.Tensor) -> torch.Tensor:
         """Return a tensor like ``data`` with random bits. Positions stay: a kernel may use them."""
@@ -256,22 +260,26 @@ class Proof(RawModel):
         return super()._is_made(place, tensor) or self._has_other_bytes(place, tensor)
 
     def _is_left_alone(self, weight: RawWeight) -> bool:
+        """Return whether the memory at the place of ``weight`` has the content that was loaded.
+
+        It may be other memory, or seen in another shape.
+        """
         tensor = getattr(self._modules[weight.module], weight.attribute, None)
-        return (
-            isinstance(tensor, torch.Tensor)
-            and self._weight_in(memory_key(tensor)) is weight
-            and describe_layout(tensor) == describe_layout(weight.handle.tensor)
-            and not self._has_other_bytes(Place(weight.module, weight.attribute), tensor)
-        )
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        return self._look_at(tensor)[1] == self._before[weight.place][1]
 
     def _has_other_bytes(self, place: Place, tensor: torch.Tensor) -> bool:
         before = self._before.get(place)
-        return before is not None and self._checksum_of(tensor) != before
+        return before is not None and self._look_at(tensor) != before
 
-    def _checksum_of(self, tensor: torch.Tensor) -> str:
+    def _look_at(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """Return the layout of ``tensor``, and a checksum of its memory."""
         self._rate_limit.spend(tensor.nbytes)
         with Dataflow.untraced():
-            return checksum([tensor])
+            is_dense = span_of(tensor) == tensor.numel()
+            memory = tensor.as_strided((tensor.numel(),), (1,)) if is_dense else tensor
+            return describe_layout(tensor), checksum([memory])
 
 
 class _Looks(TorchDispatchMode):

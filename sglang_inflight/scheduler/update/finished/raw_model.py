@@ -50,7 +50,7 @@ from sglang_inflight.scheduler.update.finished.places import (
     tensors_of,
     values_of,
 )
-from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import Shadow
@@ -83,6 +83,10 @@ class RawWeight:
     is_written: bool = False
     # whether its memory has the elements that no tensor brings
     is_prepared: bool = False
+
+    @property
+    def place(self) -> Place:
+        return Place(self.module, self.attribute)
 
     def reset(self) -> None:
         if self.is_prepared:
@@ -291,11 +295,13 @@ class RawModel(Recorder):
         """
         for path in paths:
             for weight in self._of_module.get(path, ()):
-                if weight.name in self._recipe.kept:
-                    module, live = self._modules[path], self._live_modules[path]
+                if weight.name not in self._recipe.untouched:
+                    continue
+                module, live = self._modules[path], self._live_modules[path]
+                tensor = getattr(live, weight.attribute)
+                if describe_layout(tensor) == describe_layout(weight.tensor):
                     is_buffer = weight.attribute in module._buffers
                     shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
-                    tensor = getattr(live, weight.attribute)
                     shown[weight.attribute] = _like(tensor, tensor.data)
 
     def _finish_modules(self, paths: list[str], *, at_seal: bool = False) -> None:

@@ -32,14 +32,13 @@ from sglang_inflight.vocabulary.errors import Unproven
 class Recipe:
     """The findings of a load of the served checkpoint.
 
-    ``names``: the checkpoint's tensors that each raw weight is made of. ``kept``: raw weights that
-    finishing leaves as they were loaded, and that are served. ``untouched``: those of them whose
-    content no finishing has looked at. ``tensors``, ``numbers``: the places of all that was made.
-    ``awaited``: modules that ``post_load_weights`` reads, or that finishing deletes.
+    ``names``: the checkpoint's tensors that each raw weight is made of. ``untouched``: raw weights
+    whose memory is served as it was loaded, though maybe in another shape, and whose content no
+    finishing has looked at. ``tensors``, ``numbers``: the places of all that was made. ``awaited``:
+    modules that ``post_load_weights`` reads, or that finishing deletes.
     """
 
     names: dict[str, frozenset[str]]
-    kept: frozenset[str]
     untouched: frozenset[str]
     tensors: frozenset[Place]
     numbers: frozenset[Place]
