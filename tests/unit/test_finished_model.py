@@ -251,6 +251,23 @@ def test_part_is_refused_where_finishing_left_the_weight_alone_by_chance() -> No
         rank.seal()
 
 
+class ProductOfTwo(Model):
+    def post_load_weights(self) -> None:
+        self.product = self.plain.weight.data * self.a.weight.data
+
+
+def test_post_load_is_not_shown_a_weight_that_finishing_left_alone_by_chance() -> None:
+    """After the next update it is served in another form than it was loaded in."""
+    alike = {name: torch.ones_like(tensor) for name, tensor in checkpoint(0).items()}
+    rank = Rank(finish=equalizes, version=alike, kind=ProductOfTwo)
+    rank.update(1).make()
+    assert rank.is_as(served(1, equalizes, kind=ProductOfTwo))
+    rank.begin(is_partial=True)
+    rank.load([("plain.weight", checkpoint(2)["plain.weight"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+
+
 def test_module_is_finished_and_its_memory_given_back_when_its_tensors_have_come() -> None:
     rank = Rank()
     rank.begin()
