@@ -21,8 +21,9 @@ from sglang_inflight.scheduler.update.finished.places import (
     numbers_of,
     tensors_of,
 )
-from sglang_inflight.scheduler.update.finished.proof import find_recipe
-from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
+from sglang_inflight.scheduler.update.finished.proof import Proof, find_recipe
+from sglang_inflight.scheduler.update.finished.raw_model import Made
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.swap import PreparedSwap
@@ -636,18 +637,21 @@ def test_table_that_an_unseen_kernel_fills_goes_live() -> None:
         assert rank.is_as(served(version, tabulates_unseen))
 
 
-def compared(made: dict[Place, torch.Tensor], live: nn.Module, reached: list[Place]) -> None:
-    comparison = Comparison(live, UNPACED, lambda: None)
-    comparison.compare(made, {})
-    comparison.end(made.keys(), reached, ())
-
-
 def test_served_weight_of_the_checkpoint_that_nothing_makes_is_unproven() -> None:
     """Neither a commit nor a digest would know of it."""
     live = served(0)
-    places = [Place("plain", "weight"), Place("b", "weight")]
-    made = {places[1]: live.b.weight}
-    with pytest.raises(Unproven, match=r"brings 'plain\.weight', and finishing does not make it"):
-        compared(made, live, places)
-    del live.plain.weight
-    compared(made, live, places)
+    for is_served in (True, False):
+        if not is_served:
+            del live.plain.weight
+        proof = Proof(Model(), live, CPU, UNPACED, lambda: None)
+        for weight in proof._raw_weights.values():
+            weight.names.add(weight.name)
+        made = tensors_of(live)
+        made.pop(Place("plain", "weight"), None)
+        proof.take(Made(made))
+        if is_served:
+            brings = r"brings 'plain\.weight', and finishing does not make it"
+            with pytest.raises(Unproven, match=brings):
+                proof.recipe(())
+        else:
+            assert proof.recipe(()).awaited == {"plain"}

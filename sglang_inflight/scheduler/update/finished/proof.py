@@ -18,12 +18,15 @@ from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Place,
     modules_of,
+    numbers_of,
     owners_at,
     split_name,
     tensors_at,
+    tensors_of,
 )
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel, RawWeight, State
-from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
+from sglang_inflight.scheduler.update.plans.plan import are_equal
 from sglang_inflight.scheduler.update.plans.trial import random_row
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import checksum
@@ -121,7 +124,12 @@ class Proof(RawModel):
         check: Callable[[], None],
     ) -> None:
         super().__init__(pristine, live, device, rate_limit, _UNKNOWN)
-        self._comparison = Comparison(live, rate_limit, check)
+        self._check = check
+        self._served = tensors_of(live)
+        self._served_numbers = {place: found[2] for place, found in numbers_of(live).items()}
+        # places of all that was made, and is served
+        self._tensors: set[Place] = set()
+        self._numbers: set[Place] = set()
         self._random = torch.Generator().manual_seed(_SEED)
         self._present: set[Place] = set()
         # modules whose weights finishing has left with the content of their memory, and those of
@@ -146,27 +154,56 @@ class Proof(RawModel):
         return most + sum(weight.tensor.nbytes for weight in self._raw_weights.values())
 
     def recipe(self, loaded: Collection[int]) -> Recipe:
-        """Return the findings, at the end. Raise ``Unproven`` if some are missing."""
+        """Return the findings, at the end. Raise ``Unproven`` with a served tensor not made.
+
+        ``loaded``: memory of the served model that loading made, by ``memory_key``; forwards made
+        the rest.
+        """
         names = {w.name: frozenset(w.names) for w in self._raw_weights.values() if w.names}
         loaded_into = {key for key, weight in self._raw_weights.items() if weight.names}
         # views of raw weights have places, too
-        reached = {place for place, key in self._raw_memory.items() if key in loaded_into}
-        self._comparison.end(self._present, reached, loaded)
-        tensors = self._comparison.tensors
+        for place in sorted(at for at, key in self._raw_memory.items() if key in loaded_into):
+            # a commit exchanges what is made, and a digest covers it
+            if place in self._served and place not in self._tensors:
+                raise Unproven(
+                    f"the checkpoint brings {str(place)!r}, and finishing does not make it"
+                )
+        known = {memory_key(self._served[place]) for place in self._tensors}
+        for place, tensor in self._served.items():
+            is_made = memory_key(tensor) not in loaded or memory_key(tensor) in known
+            if not (is_made or place in self._present) and tensor.is_floating_point():
+                raise Unproven(f"the served model has {str(place)!r}, and loading does not make it")
         # finishing has deleted the others: they are no module's result, and wait for the rest
-        there = {name for name in names if Place(*split_name(name)) in tensors}
+        there = {name for name in names if Place(*split_name(name)) in self._tensors}
         gone = {split_name(name)[0] for name in names.keys() - there}
         untouched = self._left_alone - self._looked_at
         return Recipe(
             names=names,
             untouched=frozenset(name for name in there if split_name(name)[0] in untouched),
-            tensors=frozenset(tensors),
-            numbers=frozenset(self._comparison.numbers),
+            tensors=frozenset(self._tensors),
+            numbers=frozenset(self._numbers),
             awaited=frozenset(gone | self._read_modules),
         )
 
     def take(self, made: Made) -> None:
-        self._comparison.compare(made.tensors, made.numbers)
+        """Raise ``Unproven`` with the first place where what was made is not served."""
+        for place, tensor in made.tensors.items():
+            self._check()
+            if (served := self._served.get(place)) is None:
+                raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
+            if describe_layout(tensor) != describe_layout(served):
+                raise Unproven(
+                    f"finishing makes {str(place)!r} as {describe_layout(tensor)}, and it is "
+                    f"served as {describe_layout(served)}"
+                )
+            if not are_equal(tensor, served, self._rate_limit):
+                raise Unproven(f"finishing makes {str(place)!r} with other values than are served")
+        for place, number in made.numbers.items():
+            found = self._served_numbers.get(place)
+            if found != number:
+                raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
+        self._tensors |= made.tensors.keys()
+        self._numbers |= made.numbers.keys()
         self._present |= made.present
 
     # ---- what finishing does to a module -------------------------------------------------
