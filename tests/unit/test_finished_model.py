@@ -466,8 +466,11 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> Moved:
         for parameter, _, there in staged:
             parameter.data = there
         yield
-        for parameter, here, there in staged:
-            is_there = parameter.data_ptr() == there.data_ptr()
+        known = {id(parameter): (here, there) for parameter, here, there in staged}
+        for parameter in module.parameters() if moves else ():
+            # a new one gets new memory
+            here, there = known.get(id(parameter), (None, None))
+            is_there = there is not None and parameter.data_ptr() == there.data_ptr()
             if is_there and describe_layout(parameter) == describe_layout(there):
                 here.copy_(there)
                 parameter.data = here
@@ -596,11 +599,18 @@ def leaves_alone(layer: Any) -> None:
     pass
 
 
+def renews(layer: Any) -> None:
+    """Give the parameter another object, as FP8's."""
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("finish", [leaves_alone, renews])
 def test_half_suffices_where_its_plan_shows_that_finishing_leaves_the_weight_alone(
-    device: torch.device, imaginary_device: Moved
+    finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
-    rank = Rank(finish=leaves_alone, device=device)
+    rank = Rank(finish=finish, device=device)
+    assert "a.weight" in rank.recipe().untouched
     rank.begin(is_partial=True)
     half = {"a.upper": checkpoint(1)["a.upper"]}
     rank.load(half.items())

@@ -12,6 +12,7 @@ from torch import nn
 from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
+from sglang_inflight.scheduler.update.finished.recipe import describe_layout
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
@@ -211,13 +212,9 @@ def _restore_addresses(before: Places, now: Places) -> list[str]:
         new = now.get(place)
         if new is not None and new.data_ptr() == old.data_ptr():
             continue
-        if new is None or _layout_of(new) != _layout_of(old):
+        if new is None or describe_layout(new) != describe_layout(old):
             moved.append(str(place))
             continue
         old.copy_(new)
         new.data = old
     return moved
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    return tensor.shape, tensor.stride(), tensor.dtype
