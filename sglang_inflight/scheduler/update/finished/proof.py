@@ -274,12 +274,10 @@ class Proof(RawModel):
     def _altered(self, data: torch.Tensor) -> torch.Tensor:
         """Return a tensor like ``data`` with random bits. Positions stay: a kernel may use them."""
         with Dataflow.untraced():
-            altered = data.detach().clone()
-            if altered.dtype not in _POSITIONS:
-                row = random_row(altered.numel(), altered.dtype, self._random, self._rate_limit)
-                flat = altered.as_strided((altered.numel(),), (1,))
-                flat.view(torch.uint8).copy_(row.view(torch.uint8))
-        return altered
+            if data.dtype in _POSITIONS or span_of(data) != data.numel():
+                return data.clone()
+            row = random_row(data.numel(), data.dtype, self._random, self._rate_limit)
+            return row.as_strided(data.shape, data.stride()).to(data.device)
 
     def _process_on_device(self, path: str, module: Any) -> None:
         """Note of which modules finishing ``path`` takes more than the memory."""
