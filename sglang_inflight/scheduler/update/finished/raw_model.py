@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,7 +132,8 @@ class RawModel(Recorder):
         self._raw_tensors = tensors_of(self.model)
         # each of them keeps the storage in ``State``
         self._raw_memory = {place: memory_key(t) for place, t in self._raw_tensors.items()}
-        self._twins = _Twins(device, self._raw_weights)
+        # raw weights by their memory on the device, which is kept
+        self._moved: dict[int, tuple[RawWeight, torch.Tensor]] = {}
         self._raw_numbers = {at: value for at, (_, _, value) in numbers_of(self.model).items()}
         self._targets: dict[int, Target] = {}
         self._complete: list[str] = []
@@ -185,7 +186,7 @@ class RawModel(Recorder):
             weight.reset()
         self._planned.clear()
         self._torn.clear()
-        self._twins.clear()
+        self._moved.clear()
         self._complete.clear()
         self._done.clear()
         self._rewritten.clear()
@@ -399,7 +400,7 @@ class RawModel(Recorder):
         moves = self._device.type != "cpu" and bool(self._post_loaders)
         if moves:
             for module in self._modules.values():
-                module._parameters = _OnDevice(module._parameters, self._twins)
+                module._parameters = _OnDevice(module._parameters, self._move)
         self._post_loading = True
         try:
             for module in self._post_loaders:
@@ -409,7 +410,15 @@ class RawModel(Recorder):
             self._post_loading = False
         if moves:
             for module in self._modules.values():
-                module._parameters = self._twins.in_place_of(module._parameters)
+                module._parameters = dict(module._parameters.items())
+
+    def _move(self, parameter: Any) -> None:
+        """Move a raw weight to the device, until it is restored. Others stay where they are."""
+        weight = None if parameter is None else self._raw_weights.get(memory_key(parameter))
+        if weight is not None:
+            data = _on(self._device, parameter.data)
+            self._moved[memory_key(data)] = weight, data
+            parameter.data = data
 
     def _process(self, path: str) -> None:
         module: Any = self._modules[path]
@@ -457,7 +466,7 @@ class RawModel(Recorder):
         return isinstance(value, bool | int | float) and self._raw_numbers.get(place) != value
 
     def _weight_in(self, memory: int) -> RawWeight | None:
-        return self._raw_weights.get(memory) or self._twins.weights.get(memory)
+        return self._moved[memory][0] if memory in self._moved else self._raw_weights.get(memory)
 
     def has_finished(self, module: str) -> bool:
         """Return whether this update has finished ``module``, by its path, or its children."""
@@ -467,53 +476,17 @@ class RawModel(Recorder):
         return self._is_post_loaded and module not in self._of_module
 
 
-class _Twins:
-    """Copies of raw weights on the device, where ``post_load_weights`` computes with them.
-
-    Each is made once, and stays in the place of its raw weight until the result is handed on: it
-    may have been written, by any kernel.
-    """
-
-    def __init__(self, device: torch.device, raw: Mapping[int, RawWeight]) -> None:
-        """``raw``: the raw weights by their memory."""
-        self._device = device
-        self._raw = raw
-        # copies and their memory, which is kept, by the id of the raw parameter
-        self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
-        # the raw weights by their copy's memory
-        self.weights: dict[int, RawWeight] = {}
-
-    def of(self, parameter: Any) -> Any:
-        """Return the copy of a raw weight; ``parameter`` itself if it is none."""
-        if parameter is None or (weight := self._raw.get(memory_key(parameter))) is None:
-            return parameter
-        if id(parameter) not in self._copies:
-            data = _on(self._device, parameter.data)
-            self._copies[id(parameter)] = _like(parameter, data), data
-            self.weights[memory_key(data)] = weight
-        return self._copies[id(parameter)][0]
-
-    def in_place_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``parameters`` with the copies that were made in place of the raw weights."""
-        return {
-            name: self._copies[id(raw)][0] if id(raw) in self._copies else raw
-            for name, raw in parameters.items()
-        }
-
-    def clear(self) -> None:
-        self._copies.clear()
-        self.weights.clear()
-
-
 class _OnDevice(dict[str, Any]):
-    """Parameters that are seen on the device by who looks for them by name."""
+    """Parameters of a module. Who looks for one by name finds it on the device."""
 
-    def __init__(self, parameters: Mapping[str, Any], twins: _Twins) -> None:
+    def __init__(self, parameters: Mapping[str, Any], move: Callable[[Any], None]) -> None:
         super().__init__(parameters)
-        self._twins = twins
+        self._move = move
 
     def __getitem__(self, name: str) -> Any:
-        return self._twins.of(super().__getitem__(name))
+        parameter = super().__getitem__(name)
+        self._move(parameter)
+        return parameter
 
 
 def _on(device: torch.device, data: torch.Tensor) -> torch.Tensor:
