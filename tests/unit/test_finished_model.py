@@ -469,8 +469,8 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> Moved:
         known = {id(parameter): (here, there) for parameter, here, there in staged}
         for parameter in module.parameters() if moves else ():
             # a new one gets new memory
-            here, there = known.get(id(parameter), (None, None))
-            is_there = there is not None and parameter.data_ptr() == there.data_ptr()
+            here, there = known.get(id(parameter), (parameter.data, parameter.data.clone()))
+            is_there = parameter.data_ptr() == there.data_ptr()
             if is_there and describe_layout(parameter) == describe_layout(there):
                 here.copy_(there)
                 parameter.data = here

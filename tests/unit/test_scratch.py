@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +48,11 @@ class Rank:
         at_seal: Write | None = None,
     ) -> None:
         """``at_seal``: what the model recomputes of the weights."""
-        model = nn.Module()
+        model: Any = nn.Module()
         model.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
         if at_seal is not None:
             # a method of SGLang's ``GemmaRMSNorm``
-            model.refresh_gemma_weight = lambda: at_seal(self._given)  # type: ignore[assignment]
+            model.refresh_gemma_weight = lambda: at_seal(self._given)
         self.weights: list[torch.Tensor] = [*model.parameters()]
         swap = swap_for(CPU)
         self.form: Form
