@@ -28,8 +28,8 @@ from sglang_inflight.scheduler.update.changes.intervals import Intervals
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.forms import Changes
+from sglang_inflight.scheduler.update.loaded_model import LoadedModel
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.scratch import Scratch
 from sglang_inflight.scheduler.update.swap import swap_for
 from sglang_inflight.tensor_digest import Digest
 from sglang_inflight.vocabulary.errors import Outgrown, Refused
@@ -75,30 +75,30 @@ class Rank:
         self.weights = [*model.parameters()]
         self.form = Changes(self.recording, swap_for(torch.device("cpu")), UNPACED)
         windows = self.budget.windows
-        self.scratch = Scratch(model, (), self.form, UNPACED, windows, check_finite=False)
-        self.handles = [own for _, _, own in self.scratch.shadow.pairs]
+        self.scratch = LoadedModel(model, (), self.form, UNPACED, windows, check_finite=False)
+        self.handles = [own for _, _, own in self.scratch._shadow.pairs]
         self.begin()
 
     def begin(self) -> None:
         self.form.begin()
         for weight in self.scratch.weights:
             self.form.expect(weight, keeps=self.keeps)
-        self.scratch.shadow.begin()
-        self.scratch.begin(None, keeps=self.keeps)
+        self.scratch.begin(None, is_partial=self.keeps)
+        self.scratch.restore()
 
     def record(self, writes: Sequence[Callable[[list[torch.Tensor]], object]]) -> None:
         """Make ``writes``, each given the tensors in place of the weights."""
-        targets = self.scratch.shadow.targets()
+        targets = self.scratch.targets()
         with Dataflow(targets, before_write=lambda write: None, recorder=self.scratch):
             for write in writes:
                 write(self.handles)
-        self.scratch.close_all()
+        self.scratch.end_call()
 
     def unwritten(self, at: int) -> int:
         return self.scratch.unwritten(f"weights.{at}")
 
     def commit(self) -> Exchange:
-        self.scratch.refuse_unseen()
+        self.scratch.seal(was_loaded=True)
         exchange = Exchange(self.recording.changes())
         exchange.make()
         return exchange
@@ -189,7 +189,7 @@ def test_recorded_writes_equal_writes_to_the_weights(data: st.DataObject) -> Non
         write(expected)
     rank.record(writes)
     assert all(map(are_same, weights, before)), "the served weights were written"
-    rank.scratch.refuse_unseen()
+    rank.scratch.seal(was_loaded=True)
     assert not is_whole or not any(map(rank.unwritten, range(len(weights))))
     digest, of_expected = Digest(), Digest()
     for weight, wanted in zip(weights, expected, strict=True):
@@ -352,15 +352,15 @@ def test_weight_written_through_numpy_is_refused() -> None:
     rank.record([lambda weights: weights[1].copy_(torch.ones(3000))])
     rank.handles[0].numpy()[5] = 1
     with pytest.raises(Refused, match=r"'weights\.0' past torch's operations"):
-        rank.scratch.refuse_unseen()
+        rank.scratch.seal(was_loaded=True)
     rank.begin()
-    rank.scratch.refuse_unseen()
+    rank.scratch.seal(was_loaded=True)
 
 
 def test_empty_weight_is_recorded() -> None:
     rank = Rank([torch.zeros(0, 4)], True, Budget())
     rank.record([lambda weights: weights[0].copy_(torch.zeros(0, 4))])
-    rank.scratch.refuse_unseen()
+    rank.scratch.seal(was_loaded=True)
     assert rank.recording.changes() == []
 
 
@@ -418,7 +418,7 @@ def test_receipt_reads_no_element() -> None:
     rank.record([lambda weights: weights[0].copy_(torch.arange(3 * PIECE, dtype=torch.int16))])
     # the whole range of a part is kept, and loses its middle
     rank.record([lambda weights: weights[0][10:20].copy_(torch.zeros(10))])
-    rank.scratch.refuse_unseen()
+    rank.scratch.seal(was_loaded=True)
     with Operations() as done:
         described = rank.recording.describe()
     assert done.count == 0

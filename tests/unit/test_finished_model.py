@@ -21,8 +21,9 @@ from sglang_inflight.scheduler.update.finished.places import (
     numbers_of,
     tensors_of,
 )
-from sglang_inflight.scheduler.update.finished.proof import find_recipe
-from sglang_inflight.scheduler.update.finished.recipe import Comparison, Recipe, describe_layout
+from sglang_inflight.scheduler.update.finished.proof import Proof, find_recipe
+from sglang_inflight.scheduler.update.finished.raw_model import Made
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.swap import PreparedSwap
@@ -169,7 +170,7 @@ class Rank:
     def begin(self, *, is_partial: bool = False) -> None:
         self._update = self._rank.begin(partial=is_partial)
         self._rank.prepare(self._update)
-        self.shadow._raw._device = self._device
+        self.shadow._device = self._device
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rank.fill(self._update, dict(weights))
@@ -229,9 +230,9 @@ def test_dropped_update_gives_its_memory_back() -> None:
     rank = Rank()
     rank.begin()
     rank.load([("a.upper", checkpoint(1)["a.upper"])])
-    assert any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+    assert any(w.handle.is_touched() for w in rank.shadow._of_module["a"])
     rank.shadow.forget()
-    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+    assert not any(w.handle.is_touched() for w in rank.shadow._of_module["a"])
 
 
 def equalizes(layer: Any) -> None:
@@ -251,13 +252,30 @@ def test_part_is_refused_where_finishing_left_the_weight_alone_by_chance() -> No
         rank.seal()
 
 
+class ProductOfTwo(Model):
+    def post_load_weights(self) -> None:
+        self.product = self.plain.weight.data * self.a.weight.data
+
+
+def test_post_load_is_not_shown_a_weight_that_finishing_left_alone_by_chance() -> None:
+    """After the next update it is served in another form than it was loaded in."""
+    alike = {name: torch.ones_like(tensor) for name, tensor in checkpoint(0).items()}
+    rank = Rank(finish=equalizes, version=alike, kind=ProductOfTwo)
+    rank.update(1).make()
+    assert rank.is_as(served(1, equalizes, kind=ProductOfTwo))
+    rank.begin(is_partial=True)
+    rank.load([("plain.weight", checkpoint(2)["plain.weight"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+
+
 def test_module_is_finished_and_its_memory_given_back_when_its_tensors_have_come() -> None:
     rank = Rank()
     rank.begin()
     weights = checkpoint(1)
     rank.load([("b.weight", weights["b.weight"])])
-    assert rank.shadow._raw.has_finished("b")
-    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["b"])
+    assert rank.shadow.has_finished("b")
+    assert not any(w.handle.is_touched() for w in rank.shadow._of_module["b"])
 
 
 def test_halves_of_a_fused_tensor_come_in_two_calls() -> None:
@@ -470,7 +488,10 @@ def imaginary_device(monkeypatch: pytest.MonkeyPatch) -> Moved:
         for parameter, _, there in staged:
             parameter.data = there
         yield
-        for parameter, here, there in staged:
+        known = {id(parameter): (here, there) for parameter, here, there in staged}
+        for parameter in module.parameters() if moves else ():
+            # a new one gets new memory
+            here, there = known.get(id(parameter), (parameter.data, parameter.data.clone()))
             is_there = parameter.data_ptr() == there.data_ptr()
             if is_there and describe_layout(parameter) == describe_layout(there):
                 here.copy_(there)
@@ -537,7 +558,7 @@ def test_weight_that_post_load_scales_goes_live_scaled(
     kind: type[Model], device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(kind=kind, device=device)
-    assert "plain.weight" not in rank.recipe().kept
+    assert "plain.weight" not in rank.recipe().untouched
     for version in (1, 2):
         rank.update(version).make()
         assert rank.is_as(served(version, kind=kind))
@@ -569,7 +590,7 @@ def test_parameter_that_finishing_changes_goes_live_and_is_not_finished_twice(
     finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
     rank = Rank(finish=finish, device=device)
-    assert rank.recipe().kept == {"plain.weight"}
+    assert rank.recipe().untouched == {"plain.weight"}
     for version in (1, 2):
         rank.update(version).make()
         assert rank.is_as(served(version, finish))
@@ -600,14 +621,25 @@ def leaves_alone(layer: Any) -> None:
     pass
 
 
+def renews(layer: Any) -> None:
+    """Give the parameter another object, as FP8's."""
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_half_suffices_where_finishing_leaves_the_weight_alone(
-    device: torch.device, imaginary_device: Moved
+@pytest.mark.parametrize("finish", [leaves_alone, renews])
+def test_half_suffices_where_its_plan_shows_that_finishing_leaves_the_weight_alone(
+    finish: Finish, device: torch.device, imaginary_device: Moved
 ) -> None:
-    rank = Rank(finish=leaves_alone, device=device)
+    rank = Rank(finish=finish, device=device)
+    assert "a.weight" in rank.recipe().untouched
     rank.begin(is_partial=True)
     half = {"a.upper": checkpoint(1)["a.upper"]}
     rank.load(half.items())
+    if not rank.planned:
+        with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+            rank.seal()
+        return
     rank.seal().make()
     assert rank.is_as(served(0, leaves_alone, half))
 
@@ -637,18 +669,21 @@ def test_table_that_an_unseen_kernel_fills_goes_live() -> None:
         assert rank.is_as(served(version, tabulates_unseen))
 
 
-def compared(made: dict[Place, torch.Tensor], live: nn.Module, reached: list[Place]) -> None:
-    comparison = Comparison(live, UNPACED, lambda: None)
-    comparison.compare(made, {})
-    comparison.end(made.keys(), reached, ())
-
-
 def test_served_weight_of_the_checkpoint_that_nothing_makes_is_unproven() -> None:
     """Neither a commit nor a digest would know of it."""
     live = served(0)
-    places = [Place("plain", "weight"), Place("b", "weight")]
-    made = {places[1]: live.b.weight}
-    with pytest.raises(Unproven, match=r"brings 'plain\.weight', and finishing does not make it"):
-        compared(made, live, places)
-    del live.plain.weight
-    compared(made, live, places)
+    for is_served in (True, False):
+        if not is_served:
+            del live.plain.weight
+        proof = Proof(Model(), live, CPU, UNPACED, lambda: None)
+        for weight in proof._raw_weights.values():
+            weight.names.add(weight.name)
+        made = tensors_of(live)
+        made.pop(Place("plain", "weight"), None)
+        proof.take(Made(made))
+        if is_served:
+            brings = r"brings 'plain\.weight', and finishing does not make it"
+            with pytest.raises(Unproven, match=brings):
+                proof.recipe(())
+        else:
+            assert proof.recipe(()).awaited == {"plain"}

@@ -19,7 +19,7 @@ from sglang_inflight.scheduler.update.plans.moves import Move
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.plans.remembered import recall
-from sglang_inflight.scheduler.update.plans.trial import prove_by_loader
+from sglang_inflight.scheduler.update.plans.trial import prove_by_loader, random_row
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.vocabulary.errors import Dropped
 from tests.support.rank import CPU, Rank
@@ -316,3 +316,13 @@ def test_plan_that_failed_by_what_is_served_is_not_remembered() -> None:
     assert (served.planned, served.reads) == (0, 1)
     assert recall("name") is None
     assert Searching(checkpoint(0)).planned == 3
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
+)
+def test_random_content_is_large_and_small_and_no_nan(dtype: torch.dtype) -> None:
+    row = random_row(1 << 14, dtype, torch.Generator().manual_seed(0), UNPACED).float()
+    assert row.isfinite().all()
+    assert row.max() > 100
+    assert row.abs().min() < 1

@@ -155,7 +155,7 @@ class WithProduct(nn.Module):
         self.product = self.plain.weight.data * 2
 
 
-class Nobody:
+class Forgetting(RawModel):
     def take(self, made: raw_model.Made) -> None:
         """Use nothing."""
 
@@ -164,8 +164,7 @@ def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Load and finish an update on a device with ``free`` bytes."""
     recipe = Recipe(
         names={f"{name}.weight": frozenset({f"{name}.weight"}) for name in ("plain", "gone")},
-        kept=frozenset({"plain.weight"}),
-        untouched=frozenset(),
+        untouched=frozenset({"plain.weight"}),
         tensors=frozenset({Place("plain", "weight"), Place("", "product")}),
         numbers=frozenset(),
         # finishing deletes the weight of ``gone``, and needs no other module for that
@@ -175,9 +174,9 @@ def finish_on_a_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     live.post_load_weights()
     monkeypatch.setattr(raw_model, "_free_bytes", lambda device: free)
     monkeypatch.setattr(raw_model, "_OnDevice", lambda parameters, where: parameters)
-    raw = RawModel(WithProduct(), live, CUDA, Nobody(), UNPACED, recipe)
+    raw = Forgetting(WithProduct(), live, CUDA, UNPACED, recipe)
     with torch.no_grad():
-        raw.begin(tensors_of(live), is_partial=False)
+        raw.begin(None, is_partial=False)
         dataflow = Dataflow(raw.targets(), before_write=raw.note_write)
         model: Any = raw.model
         with dataflow:

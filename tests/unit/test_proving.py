@@ -36,7 +36,6 @@ from tests.unit.finishing import Finish, Finishing
 
 RECIPE = Recipe(
     names={},
-    kept=frozenset(),
     untouched=frozenset(),
     tensors=frozenset(),
     numbers=frozenset(),

@@ -19,7 +19,6 @@ from sglang_inflight.scheduler.update.finished.remembered import name_recipe, re
 
 RECIPE = Recipe(
     names={"a.weight": frozenset({"a.upper", "a.lower"})},
-    kept=frozenset({"b.weight"}),
     untouched=frozenset({"b.weight"}),
     tensors=frozenset({Place("a", "weight"), Place("a", "scales", 1)}),
     numbers=frozenset({Place("a", "factor")}),

@@ -14,9 +14,9 @@ from torch import nn
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
+from sglang_inflight.scheduler.update.loaded_model import LoadedModel
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.scratch import Scratch
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.test_changes import DTYPES, SHAPES, are_same, served_values, whole_copies, writes_to
@@ -45,9 +45,14 @@ class Rank:
         open_bytes: int = 1 << 20,
         foreign: tuple[str, ...] = (),
         check_finite: bool = False,
+        at_seal: Write | None = None,
     ) -> None:
-        model = nn.Module()
+        """``at_seal``: what the model recomputes of the weights."""
+        model: Any = nn.Module()
         model.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
+        if at_seal is not None:
+            # a method of SGLang's ``GemmaRMSNorm``
+            model.refresh_gemma_weight = lambda: at_seal(self._given)
         self.weights: list[torch.Tensor] = [*model.parameters()]
         swap = swap_for(CPU)
         self.form: Form
@@ -55,26 +60,29 @@ class Rank:
             self.form = Changes(Recording(Budget(), UNPACED), swap, UNPACED)
         else:
             self.form = WholeCopies(StagingMode.DEVICE, swap, UNPACED, torch.empty_like)
-        self.scratch = Scratch(
+        self.scratch = LoadedModel(
             model, foreign, self.form, UNPACED, open_bytes, check_finite=check_finite
         )
         self.form.begin()
         for weight in self.scratch.weights:
             self.form.expect(weight, keeps=True)
-        self.scratch.shadow.begin()
-        self.scratch.begin(None, keeps=keeps)
+        self.scratch.begin(None, is_partial=keeps)
+        self.scratch.restore()
 
     def load(self, *writes: Write) -> None:
         """Make ``writes`` like a loader, each given what stands for the weights."""
-        given = [own for _, _, own in self.scratch.shadow.pairs]
-        targets = self.scratch.shadow.targets()
+        targets = self.scratch.targets()
         with Dataflow(targets, before_write=lambda write: None, recorder=self.scratch):
             for write in writes:
-                write(given)
-        self.scratch.close_all()
+                write(self._given)
+        self.scratch.end_call()
+
+    @property
+    def _given(self) -> list[torch.Tensor]:
+        return [own for _, _, own in self.scratch._shadow.pairs]
 
     def seal(self) -> PreparedSwap:
-        self.scratch.refuse_unseen()
+        self.scratch.seal(was_loaded=True)
         return self.form.prepare([*self.scratch.weights])
 
 
@@ -164,13 +172,15 @@ def test_operation_on_its_own_elements_needs_them(form: str, writes_all: bool) -
 @FORMS
 def test_weight_of_another_model_is_not_read_while_its_update_may_change_it(form: str) -> None:
     weights = [torch.zeros(4), torch.zeros(4)]
-    rank = Rank(form, weights, keeps=True, foreign=("weights.0",))
+
+    def adds(given: list[torch.Tensor]) -> object:
+        return given[1].copy_(given[0] + 1)
+
+    rank = Rank(form, weights, keeps=True, foreign=("weights.0",), at_seal=adds)
     with pytest.raises(Refused, match="another model's update"):
-        rank.load(lambda given: given[1].copy_(given[0] + 1))
+        rank.load(adds)
     # its own loader writes it
     rank.load(copies(0, 7.0))
-    rank.scratch.seal()
-    rank.load(lambda given: given[1].copy_(given[0] + 1))
     rank.seal().make()
     assert [w.tolist() for w in rank.weights] == [[0.0] * 4, [1.0] * 4]
 
@@ -207,15 +217,13 @@ def test_elements_written_by_positions_and_then_by_a_copy_are_staged_once(form: 
 @FORMS
 def test_dropped_update_leaves_nothing_in_scratch_memory(form: str) -> None:
     rank = Rank(form, [torch.zeros(4)], keeps=True)
-    given: Any = [own for _, _, own in rank.scratch.shadow.pairs]
-    with Dataflow(
-        rank.scratch.shadow.targets(), before_write=lambda write: None, recorder=rank.scratch
-    ):
+    given = rank._given
+    with Dataflow(rank.scratch.targets(), before_write=lambda write: None, recorder=rank.scratch):
         given[0].index_copy_(0, _ALL, torch.ones(4))
     rank.scratch.forget()
     rank.form.begin()
     for weight in rank.scratch.weights:
         rank.form.expect(weight, keeps=True)
-    rank.scratch.begin(None, keeps=True)
+    rank.scratch.begin(None, is_partial=True)
     rank.seal().make()
     assert rank.weights[0].tolist() == [0.0] * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
-from sglang_inflight.scheduler.update.finished.places import Number, Place, tensors_of
+from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
+from sglang_inflight.scheduler.update.finished.recipe import describe_layout
+from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
@@ -77,7 +79,7 @@ class _Live:
         return StagedChanges(form="off")
 
 
-class InPlaceModel:
+class InPlaceModel(KindOfModel):
     """Written in place, in the mode ``off``: the loader writes the live model.
 
     SGLang may finish a model after loading: it changes the layout, replaces a loaded parameter, or
@@ -129,8 +131,6 @@ class InPlaceModel:
         """The current parameters: finishing may replace them."""
         return (Weight(name, weight) for name, weight in weights_of(self.model))
 
-    derived: tuple[Weight, ...] = ()
-    recorder = None
     # all ranks do the same between the same two steps
     communicates = True
 
@@ -178,17 +178,10 @@ class InPlaceModel:
         if from_disk:
             # SGLang renames the tensors of some formats when it reads them from disk
             return DefaultModelLoader.load_weights_only(self.model, weights, self._device)
-        loader: Any = self.model
-        return loader.load_weights(weights)
+        return super().load(weights, from_disk=False)
 
     def write_directly(self) -> None:
         self._is_direct = True
-
-    def finish_complete(self) -> None:
-        pass
-
-    def end_call(self) -> None:
-        pass
 
     def seal(self, *, was_loaded: bool) -> None:
         # a model without a new tensor is finished already, and must not be finished twice
@@ -211,27 +204,10 @@ class InPlaceModel:
             )
         self._on_finish()
 
-    def unwritten(self, name: str) -> int:
-        # names are counted
-        return 0
-
-    def describe_numbers(self, *, as_staged: bool) -> str:
-        return ""
-
-    def take_saved(self, weight: Weight, new: torch.Tensor) -> None:
-        self.form.put(weight, new)
-
     def _before_write(self) -> None:
         self.announce()
         self._on_write()
         self.open()
-
-    def take_saved_numbers(self, numbers: Mapping[str, Number]) -> None:
-        if numbers:
-            raise Refused("the model has no numbers made by finishing")
-
-    def forget(self) -> None:
-        pass
 
 
 def _restore_addresses(before: Places, now: Places) -> list[str]:
@@ -241,13 +217,9 @@ def _restore_addresses(before: Places, now: Places) -> list[str]:
         new = now.get(place)
         if new is not None and new.data_ptr() == old.data_ptr():
             continue
-        if new is None or _layout_of(new) != _layout_of(old):
+        if new is None or describe_layout(new) != describe_layout(old):
             moved.append(str(place))
             continue
         old.copy_(new)
         new.data = old
     return moved
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    return tensor.shape, tensor.stride(), tensor.dtype

@@ -45,8 +45,8 @@ class RateLimit:
     Staging takes a share of a core and of the memory's bandwidth from decoding. With a rate this
     share is the same in every step, long or short. With small tensors the share is one of the
     interpreter: a tensor costs a model's loader some 0.3 ms in Python, and a load plan some
-    microseconds, whatever its bytes, and a step waits for the interpreter meanwhile. So the staging thread's processor time counts, too. Only
-    the staging thread sleeps; the loop has no part in it.
+    microseconds, whatever its bytes, and a step waits for the interpreter meanwhile. So the staging
+    thread's processor time counts, too. Only the staging thread sleeps; the loop has no part in it.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from sglang_inflight.scheduler.update.attributes import (
     replace,
     tensors_in,
 )
+from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.storages import memory_key, range_of, span_of
@@ -40,14 +41,16 @@ class Shadow:
         self,
         model: nn.Module,
         storage: torch.device,
-        handle_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        handle_for: Callable[[torch.Tensor], Handle] | None = None,
         foreign: Container[str] = (),
     ) -> None:
-        """``handle_for`` returns what stands for a weight, if not a copy in ``storage``.
+        """``handle_for`` makes the memory of a weight, if not a copy in ``storage``.
 
         ``foreign``: names of weights that another model owns. Writes to them are left out.
         """
         self._handle_for = handle_for
+        # the clone's memory of weights, by ``memory_key``
+        self.handles: dict[int, Handle] = {}
         self._foreign = foreign
         self._storage = storage
         self._live = model
@@ -289,7 +292,9 @@ class Shadow:
 
     def _storage_for(self, weight: torch.Tensor) -> torch.Tensor:
         if self._handle_for is not None:
-            return self._handle_for(weight)
+            handle = self._handle_for(weight)
+            self.handles[memory_key(handle.tensor)] = handle
+            return handle.tensor
         return torch.empty_like(weight.data, device=self._storage)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Memory that a loader may address and that takes no room until it is written.
 
 A loader needs a tensor for each weight: it cuts views from it, and copies into these. Most copies
-are staged and not made (``scratch.py``), so most of this memory is never touched. Linux gives an
-anonymous mapping its pages at their first write.
+are staged and not made (``loaded_model.py``), so most of this memory is never touched. Linux gives
+an anonymous mapping its pages at their first write.
 """
 
 from __future__ import annotations

@@ -82,12 +82,14 @@ class Recorder(Protocol):
 
         ``is_received``: all elements of ``of`` are as received.
         """
+        return False
 
     def write(self, view: torch.Tensor, *, sets_all: bool, reads: bool) -> None:
         """Prepare the memory of ``view``: an operation will write it.
 
         ``sets_all``: it sets each element of the view. ``reads``: it uses what is there.
         """
+        return
 
 
 class _Received:

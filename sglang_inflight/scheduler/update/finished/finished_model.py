@@ -10,7 +10,8 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.coverage import holds_stray, stray_refusal
-from sglang_inflight.scheduler.update.checks.dataflow import Recorder, Target, Write
+from sglang_inflight.scheduler.update.checks.dataflow import Recorder
+from sglang_inflight.scheduler.update.finished.kv_scales import is_kv_scale
 from sglang_inflight.scheduler.update.finished.places import (
     Number,
     Place,
@@ -21,6 +22,7 @@ from sglang_inflight.scheduler.update.finished.places import (
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.forms import Form
+from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.swap import NumberSwap
@@ -29,7 +31,7 @@ from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
 
-class FinishedModel:
+class FinishedModel(RawModel, KindOfModel):
     """Stages a model that SGLang finishes after loading.
 
     The model's loader fills raw weights, and SGLang's own steps finish them (``raw_model.py``).
@@ -57,14 +59,10 @@ class FinishedModel:
 
         ``check_finite``: no tensor holds NaN, so no weight may get it.
         """
-        self._live = live
-        self._recipe = recipe
+        super().__init__(pristine, live, device, rate_limit, recipe)
         self.form = form
-        self._device = device
-        self._rate_limit = rate_limit
         self._check_finite = check_finite
         self._holds_graphs = holds_graphs
-        self._raw = RawModel(pristine, live, device, self, rate_limit, recipe)
         self._live_tensors = live_tensors_of(live, recipe, owners)
         self._within = without_views(self._live_tensors)
         self._weights: dict[Place, Weight] = {}
@@ -75,14 +73,9 @@ class FinishedModel:
         self._by_name = {str(place): place for place in (*self._weights, *recipe.numbers)}
         self._taken: set[Place] = set()
         self._has_loaded = False
-        self._replay: Replay | None = None
         # the served ones at the update's begin, and those that differ from them
         self._numbers: dict[Place, tuple[Any, str, Number]] = {}
         self.numbers: list[NumberSwap] = []
-
-    @property
-    def model(self) -> nn.Module:
-        return self._raw.model
 
     @property
     def weights(self) -> Iterator[Weight]:
@@ -90,28 +83,21 @@ class FinishedModel:
 
     @property
     def recorder(self) -> Recorder:
-        return self._raw
-
-    derived: tuple[Weight, ...] = ()
-    was_written = communicates = False
+        return self
 
     def begin(self, replay: Replay | None, *, is_partial: bool) -> None:
-        now = tensors_of(self._live)
-        for place, weight in self._weights.items():
-            if now.get(place) is not weight.live:
-                raise Refused(f"{weight.name!r} was replaced while it was served")
         self._taken.clear()
         self.numbers.clear()
         self._numbers = numbers_of(self._live)
         self._has_loaded = False
-        self._replay = replay
-        self._raw.begin(now, is_partial=is_partial, replay=replay)
+        super().begin(replay, is_partial=is_partial)
 
-    def announce(self) -> None:
-        pass
-
-    def write_directly(self) -> None:
-        pass
+    def _served_tensors(self) -> dict[Place, torch.Tensor]:
+        now = super()._served_tensors()
+        for place, weight in self._weights.items():
+            if now.get(place) is not weight.live:
+                raise Refused(f"{weight.name!r} was replaced while it was served")
+        return now
 
     def restore(self) -> None:
         self._has_loaded = True
@@ -120,38 +106,18 @@ class FinishedModel:
         if from_disk:
             # SGLang renames the tensors of some formats when it reads them from disk
             return DefaultModelLoader.load_weights_only(self.model, weights, self._device)
-        loader: Any = self.model
-        return loader.load_weights(weights)
-
-    def targets(self) -> dict[int, Target]:
-        return self._raw.targets()
-
-    def note_write(self, write: Write) -> None:
-        self._raw.note_write(write)
-
-    def finish_complete(self) -> None:
-        self._raw.finish_complete()
-
-    def end_call(self) -> None:
-        pass
+        return super().load(weights, from_disk=False)
 
     @torch.no_grad()
     def seal(self, *, was_loaded: bool) -> None:
         """Finish and stage the rest. Raise ``Refused`` if something is missing, or new."""
         if not (self._has_loaded or (self._replay is not None and self._replay.has_moved)):
             return
-        self._raw.finish()
+        self.finish()
         for place in sorted(self._weights.keys() - self._taken):
-            if self._raw.has_finished(place.module):
+            if self.has_finished(place.module):
                 raise Refused(f"finishing the update did not make {str(place)!r}")
         self.forget()
-
-    def unwritten(self, name: str) -> int:
-        # finishing has refused what is not whole
-        return 0
-
-    def forget(self) -> None:
-        self._raw.forget()
 
     def describe_numbers(self, *, as_staged: bool) -> str:
         staged = {swap.place: swap.other for swap in self.numbers} if as_staged else {}
@@ -170,7 +136,23 @@ class FinishedModel:
         if self._check_finite:
             for place, tensor in made.tensors.items():
                 self._refuse_stray(place, tensor)
+        self._refuse_unsent_scales(made)
         self._take(made)
+
+    def _refuse_unsent_scales(self, made: Made) -> None:
+        """Raise ``Refused`` if no KV scale came for a layer that is served with another than 1.
+
+        An earlier update has brought that scale. SGLang takes 1 where it finds none.
+        """
+        for place, number in made.numbers.items():
+            if not is_kv_scale(place) or any(w.names for w in self._of_module[place.module]):
+                continue
+            live = getattr(self._live_modules[place.module], place.attribute)
+            if number != live:
+                raise Refused(
+                    f"the update is not complete: {str(place)!r} is {live}, and no scale of this "
+                    f"layer was sent, for which SGLang takes {number}: send its k_scale and v_scale"
+                )
 
     def _refuse_stray(self, place: Place, made: torch.Tensor) -> None:
         live = self._live_tensors.get(place)

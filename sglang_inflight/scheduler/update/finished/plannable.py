@@ -1,9 +1,10 @@
 """Weights of a finished model that a load plan may write: those that finishing has no part in.
 
 Finishing leaves many modules alone: norms, embeddings, FP8 on most cards. Their weights are served
-as they were loaded, at the same place. So an update may move their tensors to where they are
-staged, past the model's loader and past finishing. A module goes one way as a whole, because
-finishing takes no part of one.
+as they were loaded, at the same place, some of them transposed by strides alone. A plan counts the
+elements of a weight's memory. So an update may move their tensors to where they are staged, past
+the model's loader and past finishing. A module goes one way as a whole, because finishing takes no
+part of one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from sglang_inflight.scheduler.update.plans.plan import Plan
 def plannable(live: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Return the served weights, by name, that a plan may write.
 
-    Each is as loaded, and so are all weights of its module. No finishing has looked at their
-    content, and makes no tensor there: so other content cannot change what it does. None shares
-    memory with a tensor at another place.
+    The memory of each is as loaded, and so is that of all weights of its module. No finishing has
+    looked at their content, and makes no tensor there: so other content cannot change what it does.
+    None shares memory with a tensor at another place.
     """
     served = {place: t for place, t in tensors_of(live).items() if place in recipe.tensors}
     within = without_views(served)

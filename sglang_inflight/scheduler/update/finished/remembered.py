@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.update.finished.places import numbers_of, tensors
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 
 # counted up when a recipe says something else, or is found by other rules
-_FORMAT = 4
+_FORMAT = 5
 _CODE = ("sglang", "sglang-inflight", "torch", "transformers")
 # libraries whose kernels finish weights
 _KERNELS = (

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.plans.plan import Plan
 from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.plans.twin import Expected, Twin
@@ -153,16 +152,7 @@ class _Trial:
         if not is_planned:
             return torch.ones(kind.shape).to(kind.dtype)
         numel = math.prod(kind.shape)
-        words = torch.empty(-(-numel * kind.dtype.itemsize // 8), dtype=torch.int64)
-        for (piece,) in self._rate_limit.cut(words):
-            piece.random_(-(1 << 63), None, generator=self._random)
-        if kind.dtype is torch.bool:
-            tensor = words.view(torch.uint8)[:numel].bitwise_and(1).bool()
-        else:
-            tensor = words.view(kind.dtype)[:numel]
-            for (piece,) in self._rate_limit.cut(tensor):
-                _make_finite(piece)
-        return tensor.view(kind.shape)
+        return random_row(numel, kind.dtype, self._random, self._rate_limit).view(kind.shape)
 
     def _leave_out(self, names: Sequence[str], why: str) -> None:
         self._is_whole = False
@@ -175,9 +165,17 @@ class _Trial:
         return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
 
 
-def _make_finite(row: torch.Tensor) -> None:
-    """Clear the first bit of each exponent: a loader may refuse NaN and infinity."""
-    if row.dtype.is_floating_point and row.dtype is not torch.float4_e2m1fn_x2:
-        bits = as_integers(row)
-        first = 1 << (8 * row.itemsize - 2)
-        bits.bitwise_and_(0xFF - first if row.itemsize == 1 else ~first)
+def random_row(
+    numel: int, dtype: torch.dtype, random: torch.Generator, rate_limit: RateLimit
+) -> torch.Tensor:
+    """Return random bits as a row of ``dtype``: large and small numbers, no NaN and no infinity."""
+    words = torch.empty(-(-numel * dtype.itemsize // 8), dtype=torch.int64)
+    for (piece,) in rate_limit.cut(words):
+        piece.random_(-(1 << 63), None, generator=random)
+        row = piece.view(torch.uint8)
+        if dtype is torch.bool:
+            row.bitwise_and_(1)
+        elif dtype.is_floating_point:
+            # a loader or a finishing may refuse others; they have an exponent of ones here
+            row.bitwise_xor_(((row & 0x7C) == 0x7C).to(torch.uint8) << 6)
+    return words.view(torch.uint8)[: numel * dtype.itemsize].view(dtype)
