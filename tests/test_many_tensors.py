@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.utils.weight_checker import WeightChecker
 
+from harness.server import serve
 from sglang_inflight.messages import DiskSource, DistributedSource, IPCSource, Source, TensorSource
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.vocabulary.sparse import INDICES, VALUES
+from tests.families import row
 from tests.families import tensors as loaded
-from tests.families.families import Family
+from tests.families.families import ABSORBED, Family
 from tests.support import many_tensors
 from tests.support.checkpoint_engine import checkpoint_engine
+from tests.support.load import ENDLESS, more_tokens, start_running, status
 from tests.support.many_tensors import BF16, FP8, Many
 from tests.support.rank import Rank
-from tests.support.updates import by_reference, flatten
+from tests.support.updates import by_reference, flatten, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +33,7 @@ Tensors = dict[str, torch.Tensor]
 GROUP, BUCKET_BYTES = "trainer", 16 << 20
 # versions of the checkpoint, and the first one with a change in each tensor of bfloat16
 CHANGED = 2
+UPDATE_TIMEOUT_S = 240
 FORMS = [StagingMode.DEVICE, StagingMode.CHANGES]
 
 
@@ -211,3 +216,30 @@ def test_sparse_update_equals_a_fresh_load(served: Served, mode: StagingMode) ->
     served.version = CHANGED
     served.expect(CHANGED)
     served.update(rank, 0, disk)
+
+
+# ---- a server ------------------------------------------------------------------------
+
+
+def test_server_updated_under_requests_serves_a_fresh_load(tmp_path: Path) -> None:
+    folders = [
+        many_tensors.write(tmp_path / f"v{version}", BF16, many_tensors.tensors(BF16, version))
+        for version in range(2)
+    ]
+    fresh, _ = loaded.load(folders[1], Family())
+    expected = WeightChecker(get_model=lambda: fresh).handle("checksum", role="target")
+    assert expected is not None
+    env = {**row.ENV, **ABSORBED, "SGLANG_INFLIGHT_STAGING": "changes"}
+    # a search at the first update would outlast the call
+    env["SGLANG_INFLIGHT_PROOF"] = "start"
+    with serve(folders[0], *row.FLAGS, log=tmp_path / "log", env=env) as server:
+        running = start_running(server, 1, tokens=ENDLESS)
+        body = {"model_path": str(folders[1]), "non_blocking": True, "kv_cache": "keep"}
+        answer = server.post("/update_weights_from_disk", body, timeout=UPDATE_TIMEOUT_S)
+        assert succeed(answer)["staged_as"]["form"] == "changes"
+        more_tokens(running)
+        served = succeed(server.post("/weights_checker", {"action": "checksum"}))
+        assert served["ranks"][0]["checksums"] == expected["checksums"]
+        ways = status(server)["ranks"][0]["staging"]["ways"]["target"]
+        assert ways["planned"]["tensors"] > 138_000
+        assert ways["by_loader"]["tensors"] == 0
