@@ -535,12 +535,16 @@ class ShadowedModel:
         self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
     ) -> None:
         """Move the planned ones of ``found``, and note the others: they have to come whole."""
+        # tensors of one module have the same set, of a thousand names with experts
+        others: dict[int, Set[str]] = {}
         for sparse in found:
             if replay is not None and replay.take_sparse(sparse):
                 self._quantizer.note_patched(sparse.name)
                 checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
             else:
-                checks.unpatched |= self._together(sparse.name)
+                together = self._together(sparse.name)
+                others[id(together)] = together
+        checks.unpatched.update(*others.values())
 
     def find_plan_in_place(
         self,
