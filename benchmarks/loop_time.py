@@ -25,10 +25,10 @@ from torch import nn
 
 from benchmarks.common import options
 from benchmarks.common.report import Report, Summary
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
 from sglang_inflight.scheduler.update.changes import exchange, exchange_kernel
 from sglang_inflight.scheduler.update.changes.encoding import BLOCK, PIECE, Changes, Part
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 
 CPU = torch.device("cpu")

@@ -233,7 +233,7 @@ PACKAGE = Package(
     tensor_recorded=Constant(
         71e-6,
         "s a tensor",
-        "sglang_inflight/scheduler/update/plans/record.py (2026-11-27), 2 cores without a GPU: a "
+        "sglang_inflight/scheduler/plans/record.py (2026-11-27), 2 cores without a GPU: a "
         "run of SGLang's loader on tensors without memory",
         Status.MEASURED,
     ),
@@ -303,7 +303,7 @@ PACKAGE = Package(
     buffers=Constant(
         128 * MIB,
         "B",
-        "sglang_inflight/scheduler/update/sources/groups.py",
+        "sglang_inflight/scheduler/groups/groups.py",
         Status.SET,
         "memory: no memory while staging",
     ),

@@ -19,17 +19,17 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import get_model_loader
 from torch import nn
 
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
+from sglang_inflight.scheduler.plans.audit import Differs
+from sglang_inflight.scheduler.plans.finding import find_plan
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind
 from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans.audit import Differs
-from sglang_inflight.scheduler.update.plans.finding import find_plan
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import fuse_scales, weights_of
 from sglang_inflight.vocabulary.errors import Refused, Unproven

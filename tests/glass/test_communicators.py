@@ -18,8 +18,8 @@ from sglang.srt.utils.network import get_free_port
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from harness.glass import communicator
-from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
+from sglang_inflight.scheduler.groups.groups import Group
+from sglang_inflight.scheduler.groups.process_group import Formed, form_group
 from sglang_inflight.vocabulary.errors import Dropped, Refused
 from tests.glass.card import Ended, on_card
 from tests.glass.ranks import PATIENCE_S, on_ranks, values

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from sglang_inflight.messages import Source, TensorSource, Voted
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind, record
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.reservation import Reservation
 from sglang_inflight.scheduler.update.shadow import weights_of

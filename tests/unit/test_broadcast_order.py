@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sglang_inflight.messages import DistributedSource, OpenCall, StageCall, Staged
+from sglang_inflight.scheduler.groups import groups
+from sglang_inflight.scheduler.groups.groups import Group, Groups
+from sglang_inflight.scheduler.groups.process_group import Formed
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.sources import broadcast, groups
+from sglang_inflight.scheduler.update.sources import broadcast
 from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
-from sglang_inflight.scheduler.update.sources.groups import Group, Groups
-from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.answers import Capabilities

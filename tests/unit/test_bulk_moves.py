@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans import bulk
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.changes.encoding import PIECE
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import bulk
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.quantizing import Quantized, Quantizer
 from sglang_inflight.vocabulary.errors import Refused

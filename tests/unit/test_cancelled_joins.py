@@ -19,10 +19,10 @@ from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.groups import Groups as FrontendGroups
 from sglang_inflight.messages import JoinGroupCall, LeaveGroupCall
+from sglang_inflight.scheduler.groups import groups
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.sources import groups
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Capabilities

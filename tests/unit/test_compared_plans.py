@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from sglang_inflight.scheduler.plans.compare import compare
+from sglang_inflight.scheduler.plans.moves import Box
+from sglang_inflight.scheduler.plans.targets import Targets
 from sglang_inflight.scheduler.update.changes.encoding import PIECE, Part, bits_of, put_into
-from sglang_inflight.scheduler.update.plans.compare import compare
-from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.weight import Weight
 
 CPU = torch.device("cpu")

@@ -12,16 +12,16 @@ from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config, W8A8Fp8Linear
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_inflight.scheduler.plans import audit
+from sglang_inflight.scheduler.plans.plan import Plan, are_equal
+from sglang_inflight.scheduler.plans.record import Kind, record
+from sglang_inflight.scheduler.plans.remembered import remember
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forms import WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import audit
-from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal
-from sglang_inflight.scheduler.update.plans.record import Kind, record
-from sglang_inflight.scheduler.update.plans.remembered import remember
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.swap import swap_for
 from sglang_inflight.storages import memory_key

@@ -13,8 +13,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma4_causal import Gemma4Router
 from torch import nn
 
-from sglang_inflight.scheduler.update import forward_caches
-from sglang_inflight.scheduler.update.forward_caches import MOST_FORWARDS, ForwardCaches
+from sglang_inflight.scheduler.forward_caches import caches as forward_caches
+from sglang_inflight.scheduler.forward_caches.caches import MOST_FORWARDS, ForwardCaches
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -441,7 +441,7 @@ def test_failure_of_the_watch_reaches_no_forward(monkeypatch: pytest.MonkeyPatch
     def fail(*args: object) -> None:
         raise RuntimeError("no operation can be followed")
 
-    monkeypatch.setattr("sglang_inflight.scheduler.update.checks.provenance.memory_key", fail)
+    monkeypatch.setattr("sglang_inflight.scheduler.forward_caches.provenance.memory_key", fail)
     assert rank.runner.run(1, 1) == [3, 8]
     assert not rank.runner.is_watched
     monkeypatch.undo()

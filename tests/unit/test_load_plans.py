@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.scheduler.update.plans.finding import find_plan
-from sglang_inflight.scheduler.update.plans.moves import (
+from sglang_inflight.scheduler.plans.finding import find_plan
+from sglang_inflight.scheduler.plans.moves import (
     CONSTANT,
     Box,
     addresses,
@@ -21,9 +21,9 @@ from sglang_inflight.scheduler.update.plans.moves import (
     moves_of,
     overlap,
 )
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, record
-from sglang_inflight.scheduler.update.plans.recorder import Recorded
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind, record
+from sglang_inflight.scheduler.plans.recorder import Recorded
 from sglang_inflight.scheduler.update.rate import UNPACED
 
 Tensors = dict[str, torch.Tensor]

@@ -22,9 +22,9 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DIRECT
+from sglang_inflight.scheduler.plans.record import Kind, record
 from sglang_inflight.scheduler.update import jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans.record import Kind, record
 from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.sources.sparse import pair_up
 from sglang_inflight.scheduler.update.update import Update

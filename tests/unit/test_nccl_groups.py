@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import HashStore
 
 from sglang_inflight.client.trainer_group import TrainerGroup
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only, name_error_handling
-from sglang_inflight.scheduler.update.sources import groups, process_group
-from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import (
+from sglang_inflight.scheduler.groups import groups, process_group
+from sglang_inflight.scheduler.groups.groups import Group
+from sglang_inflight.scheduler.groups.process_group import (
     Formed,
     construct,
     form_group,

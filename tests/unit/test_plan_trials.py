@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
 
+from sglang_inflight.scheduler.plans import finding, trial
+from sglang_inflight.scheduler.plans.moves import Move
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind, record
+from sglang_inflight.scheduler.plans.remembered import recall
+from sglang_inflight.scheduler.plans.trial import prove_by_loader, random_row
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import finding, trial
-from sglang_inflight.scheduler.update.plans.moves import Move
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, record
-from sglang_inflight.scheduler.update.plans.remembered import recall
-from sglang_inflight.scheduler.update.plans.trial import prove_by_loader, random_row
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.vocabulary.errors import Dropped
 from tests.support.rank import CPU, Rank

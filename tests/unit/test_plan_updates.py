@@ -16,11 +16,11 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import AskedDigests, DiskSource
+from sglang_inflight.scheduler.plans import audit, remembered, replay
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind, kinds_of, record
+from sglang_inflight.scheduler.plans.remembered import recall, remember
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import audit, remembered, replay
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, kinds_of, record
-from sglang_inflight.scheduler.update.plans.remembered import recall, remember
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources import reading

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.checks.provenance import Origin, Provenance
+from sglang_inflight.scheduler.forward_caches.provenance import Origin, Provenance
 
 Of = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

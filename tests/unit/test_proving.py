@@ -15,13 +15,13 @@ from torch import nn
 
 from sglang_inflight.frontend.updates import two_phase
 from sglang_inflight.messages import DiskSource, Failed, OpenCall
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind
 from sglang_inflight.scheduler.update import findings
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.update import Update

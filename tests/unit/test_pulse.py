@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_inflight.scheduler.update.sources import groups, process_group
-from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import Formed, Pulse
+from sglang_inflight.scheduler.groups import groups, process_group
+from sglang_inflight.scheduler.groups.groups import Group
+from sglang_inflight.scheduler.groups.process_group import Formed, Pulse
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC
 from sglang_inflight.vocabulary.errors import Refused
 

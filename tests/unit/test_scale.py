@@ -29,10 +29,10 @@ from benchmarks.scale import (
     Status,
 )
 from harness.starting import ROOT
+from sglang_inflight.scheduler.groups.groups import WINDOW_BYTES
+from sglang_inflight.scheduler.plans import audit
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans import audit
 from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
-from sglang_inflight.scheduler.update.sources.groups import WINDOW_BYTES
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES
 from sglang_inflight.settings import Settings
 from tests.support import rank as ranks

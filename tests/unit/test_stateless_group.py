@@ -18,10 +18,10 @@ from torch.distributed import Backend
 
 from harness.server import free_port
 from sglang_inflight.messages import JoinGroupCall
-from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import Formed, construct
-from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
-from sglang_inflight.scheduler.update.sources.stateless_group import (
+from sglang_inflight.scheduler.groups.groups import Group
+from sglang_inflight.scheduler.groups.process_group import Formed, construct
+from sglang_inflight.scheduler.groups.rendezvous import Rendezvous
+from sglang_inflight.scheduler.groups.stateless_group import (
     UNIQUE_ID,
     _store_with,
     form_stateless_group,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sglang.srt.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 
-from sglang_inflight.scheduler.update.sources.stateless_group import read_unique_id
+from sglang_inflight.scheduler.groups.stateless_group import read_unique_id
 from sglang_inflight.vocabulary.errors import Refused
 
 ID = bytes(range(128))

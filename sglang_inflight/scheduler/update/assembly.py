@@ -14,6 +14,7 @@ from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update import cost
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.stageable import device_of
@@ -27,7 +28,6 @@ from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.broadcast import post_ahead
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.worker import (
     InlineWorker,

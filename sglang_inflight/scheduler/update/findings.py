@@ -28,6 +28,11 @@ from sglang_inflight.host_memory import available_to_this_rank
 from sglang_inflight.messages import (
     DiskSource,
 )
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
+from sglang_inflight.scheduler.plans.finding import find_plan
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind as PlanKind
+from sglang_inflight.scheduler.plans.record import kinds_of
 from sglang_inflight.scheduler.update.checks.configuration import StartConfiguration
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_not_shadowed,
@@ -39,11 +44,6 @@ from sglang_inflight.scheduler.update.finished.proof import NotNow, find_recipe
 from sglang_inflight.scheduler.update.finished.proving import Proving
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
-from sglang_inflight.scheduler.update.plans.finding import find_plan
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
-from sglang_inflight.scheduler.update.plans.record import kinds_of
 from sglang_inflight.scheduler.update.rate import UNPACED, RateLimit, use_one_core
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread

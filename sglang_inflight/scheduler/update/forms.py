@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
+from sglang_inflight.scheduler.plans.targets import Targets
 from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces, paced
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight

@@ -9,13 +9,13 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from torch import nn
 
+from sglang_inflight.scheduler.plans.replay import Replay
+from sglang_inflight.scheduler.plans.targets import Targets
 from sglang_inflight.scheduler.update.changes.encoding import bits_of
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
 from sglang_inflight.scheduler.update.finished.recipe import describe_layout
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
-from sglang_inflight.scheduler.update.plans.replay import Replay
-from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight

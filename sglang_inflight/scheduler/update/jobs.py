@@ -25,6 +25,7 @@ from sglang_inflight.messages import (
     is_sparse,
 )
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.checks.coverage import (
     can_mark,
@@ -48,7 +49,6 @@ from sglang_inflight.scheduler.update.shadowed_model import (
 )
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import Weights
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.reading import Reader
 from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.swap import PreparedSwap

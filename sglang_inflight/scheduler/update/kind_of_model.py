@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder, Target, Write
 from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.scheduler.update.forms import Form
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.swap import NumberSwap
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.vocabulary.errors import Refused

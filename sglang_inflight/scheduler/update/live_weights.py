@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
 from sglang_inflight.scheduler.update.live_machine import (
     AnnounceWrite,
     Begin,

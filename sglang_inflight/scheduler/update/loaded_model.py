@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans.moves import Box
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.changes.intervals import Intervals
 from sglang_inflight.scheduler.update.checks.coverage import holds_stray, stray_refusal
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Recorder, Target, Write
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
-from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,

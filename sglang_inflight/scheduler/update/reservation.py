@@ -17,8 +17,8 @@ from sglang_inflight.hooking import BEFORE, SCHEDULER, hook
 from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
 from sglang_inflight.scheduler.update.checks.stageable import device_of, why_stale
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.settings import Settings

@@ -29,6 +29,14 @@ from sglang_inflight.messages import (
     TensorSource,
     is_sparse,
 )
+from sglang_inflight.scheduler.forward_caches.caches import ForwardCaches
+from sglang_inflight.scheduler.plans.audit import Audit, Differs
+from sglang_inflight.scheduler.plans.bulk import Bulk
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind as PlanKind
+from sglang_inflight.scheduler.plans.record import record
+from sglang_inflight.scheduler.plans.recorder import Recorded
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -56,17 +64,9 @@ from sglang_inflight.scheduler.update.finished.finished_model import (
 from sglang_inflight.scheduler.update.finished.places import Number, Place, without_views
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.forms import Form
-from sglang_inflight.scheduler.update.forward_caches import ForwardCaches
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
 from sglang_inflight.scheduler.update.loaded_model import Derives, LoadedModel
-from sglang_inflight.scheduler.update.plans.audit import Audit, Differs
-from sglang_inflight.scheduler.update.plans.bulk import Bulk
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind as PlanKind
-from sglang_inflight.scheduler.update.plans.record import record
-from sglang_inflight.scheduler.update.plans.recorder import Recorded
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes

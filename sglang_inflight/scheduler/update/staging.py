@@ -45,6 +45,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_machine import (
     Drop,
@@ -57,7 +58,6 @@ from sglang_inflight.scheduler.update.live_machine import (
 )
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.update import Names, Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
 from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges, StagingStatus

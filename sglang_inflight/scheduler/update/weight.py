@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.plans.moves import Box
 
 
 class Weight(NamedTuple):

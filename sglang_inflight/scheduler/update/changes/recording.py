@@ -14,6 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from sglang_inflight.host_memory import available_to_this_rank, pinned_bytes
+from sglang_inflight.scheduler.plans.compare import compare
+from sglang_inflight.scheduler.plans.moves import Box
+from sglang_inflight.scheduler.plans.targets import Targets
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
     Changes,
@@ -27,9 +30,6 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     without_positions,
     without_range,
 )
-from sglang_inflight.scheduler.update.plans.compare import compare
-from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.rate import RateLimit, paced, yield_gil
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.vocabulary.answers import StagedChanges

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.checks.coverage import holds_stray, stray_refusal
 from sglang_inflight.scheduler.update.checks.dataflow import Recorder
 from sglang_inflight.scheduler.update.finished.kv_scales import is_kv_scale
@@ -23,7 +24,6 @@ from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.kind_of_model import KindOfModel
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.swap import NumberSwap
 from sglang_inflight.scheduler.update.weight import Weight

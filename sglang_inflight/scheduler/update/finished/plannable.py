@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans.plan import Plan
 from sglang_inflight.scheduler.update.finished.finished_model import live_numbers
 from sglang_inflight.scheduler.update.finished.places import split_name, tensors_of, without_views
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
-from sglang_inflight.scheduler.update.plans.plan import Plan
 
 
 def plannable(live: nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.host_memory import pinned_bytes
+from sglang_inflight.scheduler.plans.plan import are_equal
+from sglang_inflight.scheduler.plans.trial import random_row
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.checks.dataflow import tensors_of as arguments_in
 from sglang_inflight.scheduler.update.finished.places import (
@@ -26,8 +28,6 @@ from sglang_inflight.scheduler.update.finished.places import (
 )
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel, RawWeight, State
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
-from sglang_inflight.scheduler.update.plans.plan import are_equal
-from sglang_inflight.scheduler.update.plans.trial import random_row
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import checksum
 from sglang_inflight.storages import memory_key, span_of

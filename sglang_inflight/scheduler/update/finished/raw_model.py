@@ -27,6 +27,7 @@ import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
 
+from sglang_inflight.scheduler.plans.replay import Replay
 from sglang_inflight.scheduler.update.attributes import METHODS
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.changes.intervals import Intervals
@@ -51,7 +52,6 @@ from sglang_inflight.scheduler.update.finished.places import (
     values_of,
 )
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
-from sglang_inflight.scheduler.update.plans.replay import Replay
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import Shadow
 from sglang_inflight.storages import distinct_storages, memory_key

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_inflight.messages import BUCKETS, OF_CHECKPOINT, DistributedSource
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.call_layouts import (
     BucketLayout,
@@ -17,7 +18,6 @@ from sglang_inflight.scheduler.update.sources.call_layouts import (
     CallLayouts,
     Layout,
 )
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.stretch import Take, take_none
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.layouts import MOST_LISTED

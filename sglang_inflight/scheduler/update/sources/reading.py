@@ -21,6 +21,7 @@ from sglang_inflight.messages import (
     has_custom_loader,
     is_sparse,
 )
+from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.batches import (
@@ -36,7 +37,6 @@ from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
-from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Indexes, Wanted
 from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
 from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take, take_none

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from sglang_inflight.scheduler.plans.moves import Box
+from sglang_inflight.scheduler.plans.plan import Plan, cast
+from sglang_inflight.scheduler.plans.recorder import Planned
+from sglang_inflight.scheduler.plans.targets import Boxes, Targets
 from sglang_inflight.scheduler.update.changes.encoding import PIECE
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, may_be_tied
 from sglang_inflight.scheduler.update.forms import Form
-from sglang_inflight.scheduler.update.plans.moves import Box
-from sglang_inflight.scheduler.update.plans.plan import Plan, cast
-from sglang_inflight.scheduler.update.plans.recorder import Planned
-from sglang_inflight.scheduler.update.plans.targets import Boxes, Targets
 from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Weight
 

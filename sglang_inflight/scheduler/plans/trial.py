@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind
-from sglang_inflight.scheduler.update.plans.twin import Expected, Twin
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind
+from sglang_inflight.scheduler.plans.twin import Expected, Twin
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import describe
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence, Set
 import torch
 from torch import nn
 
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.twin import Twin
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.twin import Twin
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from sglang_inflight.host_memory import available_to_this_rank
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind, record, why_not_apart
-from sglang_inflight.scheduler.update.plans.remembered import recall, remember
-from sglang_inflight.scheduler.update.plans.trial import prove_by_loader
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind, record, why_not_apart
+from sglang_inflight.scheduler.plans.remembered import recall, remember
+from sglang_inflight.scheduler.plans.trial import prove_by_loader
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.vocabulary.errors import shorten
 

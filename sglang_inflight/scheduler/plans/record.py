@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.attributes import attributes_of, modules_of, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind as Written
 from sglang_inflight.scheduler.update.finished.places import Number, numbers_of
-from sglang_inflight.scheduler.update.plans.recorder import Recorded, Recorder
 from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.scheduler.update.shadow import (
     Shadow,

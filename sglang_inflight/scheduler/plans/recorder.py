@@ -20,16 +20,7 @@ import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.scheduler.update.checks.dataflow import (
-    COMMUNICATION,
-    Kind,
-    Targets,
-    tensors_of,
-    without_threads,
-    written_arguments,
-)
-from sglang_inflight.scheduler.update.finished.places import Number
-from sglang_inflight.scheduler.update.plans.moves import (
+from sglang_inflight.scheduler.plans.moves import (
     CONSTANT,
     Box,
     Move,
@@ -39,6 +30,15 @@ from sglang_inflight.scheduler.update.plans.moves import (
     moves_of,
     overlap,
 )
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    COMMUNICATION,
+    Kind,
+    Targets,
+    tensors_of,
+    without_threads,
+    written_arguments,
+)
+from sglang_inflight.scheduler.update.finished.places import Number
 from sglang_inflight.storages import memory_key
 
 _aten = torch.ops.aten

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_inflight.messages import JoinGroupCall
-from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
-from sglang_inflight.scheduler.update.sources.stateless_group import form_stateless_group
+from sglang_inflight.scheduler.groups.process_group import Formed, form_group
+from sglang_inflight.scheduler.groups.stateless_group import form_stateless_group
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Refused
 

@@ -17,19 +17,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
-from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
-from sglang_inflight.scheduler.update.forms import Form
-from sglang_inflight.scheduler.update.plans.audit import Audit
-from sglang_inflight.scheduler.update.plans.bulk import Bulk
-from sglang_inflight.scheduler.update.plans.moves import (
+from sglang_inflight.scheduler.plans.audit import Audit
+from sglang_inflight.scheduler.plans.bulk import Bulk
+from sglang_inflight.scheduler.plans.moves import (
     Box,
     can_locate,
     locate,
     without_repeats,
 )
-from sglang_inflight.scheduler.update.plans.plan import Plan, cast
-from sglang_inflight.scheduler.update.plans.recorder import Planned
+from sglang_inflight.scheduler.plans.plan import Plan, cast
+from sglang_inflight.scheduler.plans.recorder import Planned
+from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
+from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
+from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
 from sglang_inflight.scheduler.update.sources.sparse import Sparse
 from sglang_inflight.scheduler.update.sources.stretch import Stretch

@@ -19,12 +19,12 @@ from types import MappingProxyType
 
 import torch
 
+from sglang_inflight.scheduler.plans.moves import Box, Move
+from sglang_inflight.scheduler.plans.record import Kind
+from sglang_inflight.scheduler.plans.recorder import Planned, Recorded
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS
 from sglang_inflight.scheduler.update.finished.places import Number
-from sglang_inflight.scheduler.update.plans.moves import Box, Move
-from sglang_inflight.scheduler.update.plans.record import Kind
-from sglang_inflight.scheduler.update.plans.recorder import Planned, Recorded
 from sglang_inflight.scheduler.update.rate import RateLimit, paced, yield_gil
 from sglang_inflight.storages import span_of
 from sglang_inflight.vocabulary.answers import Ways

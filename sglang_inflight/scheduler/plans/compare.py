@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 
+from sglang_inflight.scheduler.plans.targets import Targets
 from sglang_inflight.scheduler.update.changes.encoding import (
     OFFSET_BYTES,
     PIECE,
@@ -24,7 +25,6 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     encode,
     positions_in,
 )
-from sglang_inflight.scheduler.update.plans.targets import Targets
 from sglang_inflight.scheduler.update.weight import Weight
 
 

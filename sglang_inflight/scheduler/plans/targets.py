@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from sglang_inflight.scheduler.update.plans.moves import Box
+from sglang_inflight.scheduler.plans.moves import Box
 from sglang_inflight.scheduler.update.weight import Weight
 
 _Steps = tuple[int, ...]

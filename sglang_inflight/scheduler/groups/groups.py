@@ -21,14 +21,14 @@ from sglang_inflight.messages import (
     JoinGroupCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.process_group import (
+from sglang_inflight.scheduler.groups.process_group import (
     Formed,
     Pulse,
     free_name,
     launches,
 )
-from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
+from sglang_inflight.scheduler.groups.rendezvous import Rendezvous
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.topology import own_index
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC
 from sglang_inflight.vocabulary.errors import Refused

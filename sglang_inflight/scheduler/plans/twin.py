@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.plans.plan import Plan, are_equal, cast
+from sglang_inflight.scheduler.plans.record import leave_unfinished
 from sglang_inflight.scheduler.update.changes.encoding import as_integers
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.plans.plan import Plan, are_equal, cast
-from sglang_inflight.scheduler.update.plans.record import leave_unfinished
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import Shadow
 

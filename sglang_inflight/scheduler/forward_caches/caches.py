@@ -34,13 +34,13 @@ import msgspec
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.forward_caches.provenance import Origin, Provenance
 from sglang_inflight.scheduler.update.attributes import (
     modules_of,
     namespaces_of,
     tensors_in,
     values_in,
 )
-from sglang_inflight.scheduler.update.checks.provenance import Origin, Provenance
 from sglang_inflight.scheduler.update.rate import yield_gil
 from sglang_inflight.scheduler.update.shadow import checksum, weights_of
 from sglang_inflight.storages import memory_key

@@ -21,7 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from sglang_inflight.scheduler.update.sources.process_group import (
+from sglang_inflight.scheduler.groups.process_group import (
     Formed,
     construct,
     is_nccl,

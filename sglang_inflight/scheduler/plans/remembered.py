@@ -15,10 +15,10 @@ import msgspec
 import torch
 
 from sglang_inflight.cache import default_cache, keep, read_kept
+from sglang_inflight.scheduler.plans.plan import Plan
+from sglang_inflight.scheduler.plans.record import Kind
+from sglang_inflight.scheduler.plans.recorder import Planned
 from sglang_inflight.scheduler.update.finished.places import Number
-from sglang_inflight.scheduler.update.plans.plan import Plan
-from sglang_inflight.scheduler.update.plans.record import Kind
-from sglang_inflight.scheduler.update.plans.recorder import Planned
 from sglang_inflight.scheduler.update.rate import yield_gil
 
 # counted up when a file says something else, or a plan is found by other rules
