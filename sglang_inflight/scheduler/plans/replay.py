@@ -12,7 +12,7 @@ So a planned tensor costs the interpreter some microseconds, and its model's loa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,16 +22,16 @@ from sglang_inflight.scheduler.plans.bulk import Bulk
 from sglang_inflight.scheduler.plans.moves import (
     Box,
     can_locate,
-    locate,
     without_repeats,
 )
+from sglang_inflight.scheduler.plans.patches import patches_of
 from sglang_inflight.scheduler.plans.plan import Plan, cast
 from sglang_inflight.scheduler.plans.recorder import Planned
 from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
 from sglang_inflight.scheduler.update.rate import RateLimit, paced
-from sglang_inflight.scheduler.update.sources.sparse import Sparse
+from sglang_inflight.scheduler.update.sources.sparse import Sparse, find_largest, largest_in
 from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.vocabulary.errors import Refused, shorten
@@ -76,6 +76,8 @@ class Replay:
         # each as a row; tensors that came before wait apart
         self._waiting: list[tuple[str, torch.Tensor]] = []
         self._again: list[tuple[str, torch.Tensor]] = []
+        # parts of tensors; a call brings no others
+        self._sparse: list[Sparse] = []
         # how many were taken, and are not moved yet
         self._owed = 0
         self._elements = 0
@@ -95,6 +97,7 @@ class Replay:
         """Give back the tensors that wait."""
         self._waiting.clear()
         self._again.clear()
+        self._sparse.clear()
         self._elements = self._owed = 0
         self.audit.forget()
 
@@ -104,6 +107,7 @@ class Replay:
     def end_call(self) -> None:
         """Move what waits, and audit. Raise ``Refused`` for a wrong value, ``Differs``."""
         self.flush()
+        self._flush_sparse()
         if self._owed:
             raise RuntimeError(f"{self._owed} tensors were taken and not moved")
         self.audit.run()
@@ -181,10 +185,13 @@ class Replay:
         return bulk
 
     def take_sparse(self, sparse: Sparse) -> bool:
-        """Move some elements of a tensor. Return False if no plan says where they go."""
-        name, indices, values, shape, largest = sparse
+        """Move some elements of a tensor, at the latest in ``end_call``.
+
+        Return False if no plan says where they go.
+        """
+        name = sparse.name
         moves = self._plan.moves.get(name)
-        if moves is None or self._plan.kinds[name].shape != shape:
+        if moves is None or self._plan.kinds[name].shape != sparse.shape:
             return False
         if self._plan.kinds[name].dtype not in FLOATS or not all(map(_is_located, moves)):
             return False
@@ -193,26 +200,38 @@ class Replay:
         self.flush()
         is_again = name in self._came
         self._came.add(name)
-        self._check_alone(name, largest)
-        if not len(indices):
+        if is_again:
+            self._patch([sparse], again=True)
             return True
-        at = indices.to(values.device, torch.int64)
-        for each in moves:
-            for move in without_repeats(each.move):
-                inside, to = locate(move, at)
-                cut = cast(values, each.through)[inside]
-                if len(cut):
-                    patch = Patch(self._weights[each.place], to[inside], cut)
-                    self._form.patch(patch, again=is_again)
-                self._rate_limit.spend(5 * at.nbytes)
+        self._sparse.append(sparse)
+        self._elements += len(sparse.values)
+        if len(self._sparse) >= _MOST_TENSORS or self._elements > _MOST_ELEMENTS:
+            self._flush_sparse()
         return True
 
+    def _flush_sparse(self) -> None:
+        batch, self._sparse, self._elements = self._sparse, [], 0
+        if batch:
+            self._patch(batch, again=False)
+
+    def _patch(self, batch: Sequence[Sparse], *, again: bool) -> None:
+        largest = largest_in(batch)
+        if largest is None or largest > HELD_BY_ALL:
+            for sparse in batch:
+                self._check_alone(sparse.name, find_largest(sparse))
+        for patch in patches_of(batch, self._plan.moves, self._weights):
+            self._form.patch(patch, again=again)
+            self._rate_limit.spend(5 * patch.at.nbytes)
+
     def flush(self) -> None:
-        """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name."""
+        """Check and move what waits. Raise ``Refused`` for a wrong value, by its tensor's name.
+
+        Parts of tensors wait on: ``end_call`` moves them.
+        """
+        if not self._waiting and not self._again:
+            return
         batch, again = self._waiting, self._again
         self._waiting, self._again, self._elements = [], [], 0
-        if not batch and not again:
-            return
         self._check(batch + again)
         if batch:
             self._form.move([*self._moved(batch)])

@@ -74,7 +74,7 @@ from sglang_inflight.scheduler.update.sources.disk import Folder
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer
 from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Wanted
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place as StoredPlace
-from sglang_inflight.scheduler.update.sources.sparse import Sparse, pair_up
+from sglang_inflight.scheduler.update.sources.sparse import Sparse, find_largest, pair_up
 from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.storages import memory_key
@@ -542,9 +542,12 @@ class ShadowedModel:
                 self._quantizer.note_patched(sparse.name)
                 checks.note_patched(sparse.name, sparse.indices.nbytes + sparse.values.nbytes)
             else:
+                find_largest(sparse)
                 together = self._together(sparse.name)
                 others[id(together)] = together
         checks.unpatched.update(*others.values())
+        if replay is not None:
+            replay.end_call()
 
     def find_plan_in_place(
         self,

@@ -23,15 +23,13 @@ _OTHER = {INDICES: VALUES, VALUES: INDICES}
 class Sparse(NamedTuple):
     """Some elements of the tensor ``name`` of a checkpoint.
 
-    ``indices``: int32 or int64, each once. ``values``: as many floats, on any device. ``largest``:
-    the largest magnitude in them.
+    ``indices``: int32 or int64, and ``values``: as many floats, on any device.
     """
 
     name: str
     indices: torch.Tensor
     values: torch.Tensor
     shape: tuple[int, ...]
-    largest: float
 
 
 def pair_up(
@@ -39,7 +37,9 @@ def pair_up(
     shapes: Mapping[str, tuple[int, ...]],
     said: Mapping[str, Sequence[int]],
 ) -> Iterator[Sparse]:
-    """Yield the tensors that sparse ``weights`` are parts of.
+    """Yield the tensors that sparse ``weights`` are parts of, in memory of their own.
+
+    Neither indices nor values were looked at: see ``find_largest`` and ``largest_in``.
 
     ``shapes``: of the tensors of the served checkpoint. ``said``: the shapes of some of them, as
     the sender gives them. Indices and values of a tensor may come in either order. Raises
@@ -64,8 +64,8 @@ def pair_up(
         both = halves.setdefault(base, {})
         if kind in both or base in whole:
             raise Refused(f"sparse tensor {shorten(base)!r} came twice in one call")
-        # the sender's memory may be written again before the other half comes
-        both[kind] = tensor.clone() if len(both) == 0 else tensor
+        # the sender's memory may be written again before the other half comes, or the others
+        both[kind] = tensor.clone()
         if len(both) == 2:
             del halves[base]
             whole.add(base)
@@ -107,7 +107,7 @@ def _lacks(base: str, half: str, where: str) -> Refused:
 def _checked(
     name: str, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
 ) -> Sparse:
-    at = f"sparse tensor {shorten(name)!r}"
+    at = _named(name)
     if indices.dtype not in (torch.int32, torch.int64):
         raise Refused(f"{at}: indices are {indices.dtype}, not int32 or int64")
     if not values.is_floating_point() or values.itemsize < 2:
@@ -117,6 +117,16 @@ def _checked(
             f"{at}: {list(indices.shape)} indices and {list(values.shape)} values are not two "
             "rows of one length"
         )
+    return Sparse(name, indices, values, shape)
+
+
+def find_largest(sparse: Sparse) -> float:
+    """Return the largest magnitude in ``sparse``.
+
+    Raises ``Refused`` for NaN and infinity, and for indices out of range or not each once.
+    """
+    name, indices, values, shape = sparse
+    at = _named(name)
     largest = largest_magnitude(values)
     if not math.isfinite(largest):
         raise Refused(f"{at}: values hold NaN or infinity")
@@ -134,4 +144,37 @@ def _checked(
             twice = ordered[1:][ordered[1:] == ordered[:-1]]
             if len(twice):
                 raise Refused(f"{at}: index {int(twice[0])} comes twice")
-    return Sparse(name, indices, values, shape, largest)
+    return largest
+
+
+def largest_in(batch: Sequence[Sparse]) -> float | None:
+    """Return the largest magnitude in different tensors, looked at together.
+
+    Return None if ``find_largest`` has to look at each: a value or an index may be wrong, or
+    indices are not in ascending order.
+    """
+    kinds: dict[tuple[object, ...], list[Sparse]] = {}
+    for each in batch:
+        kind = each.values.dtype, each.values.device, each.indices.device
+        kinds.setdefault(kind, []).append(each)
+    largest = 0.0
+    for parts in kinds.values():
+        indices = torch.cat([part.indices.to(torch.int64) for part in parts])
+        device = indices.device
+        lengths = torch.tensor([len(part.indices) for part in parts], device=device)
+        number = torch.repeat_interleave(lengths, output_size=len(indices))
+        counts = torch.tensor([torch.Size(part.shape).numel() for part in parts], device=device)
+        is_outside = (indices < 0) | (indices >= counts[number])
+        # each tensor's positions follow those of the tensor before
+        key = indices + (counts.cumsum(0) - counts)[number]
+        if bool(is_outside.any()) or not bool((key[1:] > key[:-1]).all()):
+            return None
+        most = largest_magnitude(torch.cat([part.values for part in parts]))
+        if not math.isfinite(most):
+            return None
+        largest = max(largest, most)
+    return largest
+
+
+def _named(name: str) -> str:
+    return f"sparse tensor {shorten(name)!r}"
