@@ -90,6 +90,8 @@ class Move(NamedTuple):
 
 def without_repeats(move: Move) -> list[Move]:
     """Return moves that copy each element to one place, and together what ``move`` copies."""
+    if 0 not in move.of_strides:
+        return [move]
     found = [move._replace(sizes=(), of_strides=(), to_strides=())]
     dims = zip(move.sizes, move.of_strides, move.to_strides, strict=True)
     for size, of_stride, to_stride in dims:
