@@ -74,7 +74,7 @@ def checkpoint(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
 
     tensors: Tensors = {}
     for at in range(EXPERTS):
-        # as names in order are in a file
+        # a file has names in order
         tensors |= {f"down.{at}": some(4, 4), f"gate.{at}": some(4, 4), f"up.{at}": some(4, 4)}
         tensors[f"scale.{at}"] = some(1)[0].float()
     return tensors | {"held": some(5, 4)}
