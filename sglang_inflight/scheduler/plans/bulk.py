@@ -7,14 +7,14 @@ Python knows nothing but its name in a set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from sglang_inflight.scheduler.plans.moves import Box
 from sglang_inflight.scheduler.plans.plan import Plan, cast
 from sglang_inflight.scheduler.plans.recorder import Planned
-from sglang_inflight.scheduler.plans.targets import Boxes, Targets
+from sglang_inflight.scheduler.plans.targets import Boxes, Targets, joined
 from sglang_inflight.scheduler.update.changes.encoding import PIECE
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, may_be_tied
 from sglang_inflight.scheduler.update.forms import Form
@@ -41,12 +41,7 @@ class _Group:
 
     def row(self, row: torch.Tensor) -> torch.Tensor:
         """Return the elements to move. ``row``: the stretch's, in this dtype."""
-        return cast(_joined(self.of.rows(row)), self._through)
-
-
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    # a view of a column is a row with gaps
-    return rows[0].contiguous() if len(rows) == 1 else torch.cat([*rows])
+        return cast(joined(self.of.rows(row)), self._through)
 
 
 class Bulk:
@@ -109,7 +104,7 @@ class Bulk:
         """Yield the floats of the planned tensors in ``row``, a row of each dtype."""
         views = _Views(row)
         for dtype, boxes in self._floats.items():
-            yield _joined(boxes.rows(views.of(dtype)))
+            yield joined(boxes.rows(views.of(dtype)))
 
     def move(self, row: torch.Tensor, form: Form) -> None:
         """Move what ``row`` has of the planned tensors."""

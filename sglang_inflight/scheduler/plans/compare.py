@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from sglang_inflight.scheduler.plans.targets import Targets
+from sglang_inflight.scheduler.plans.targets import Targets, joined
 from sglang_inflight.scheduler.update.changes.encoding import (
     OFFSET_BYTES,
     PIECE,
@@ -38,8 +38,8 @@ def compare(
     """
     if not targets.boxes.numel:
         return
-    new = _joined(rows, device, targets.first.dtype)
-    served = _joined(targets.rows(), device, targets.first.dtype)
+    new = _row(rows, targets.first, device)
+    served = _row(targets.rows(), targets.first, device)
     bits = bits_of(new)
     at = positions_in((bits ^ bits_of(served)).bool())
     del served
@@ -62,11 +62,10 @@ def compare(
         yield from _changed(targets, box, within, bits[at])
 
 
-def _joined(rows: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if rows[0].dtype != dtype or rows[0].device != device:
-        rows = [row.to(device, dtype) for row in rows]
-    # a view of a column is a row with gaps
-    return rows[0].contiguous() if len(rows) == 1 else torch.cat([*rows])
+def _row(rows: Sequence[torch.Tensor], like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if rows[0].dtype != like.dtype or rows[0].device != device:
+        rows = [row.to(device, like.dtype) for row in rows]
+    return joined(rows)
 
 
 def _whole(

@@ -159,3 +159,9 @@ class Targets:
                 self._runs[-1].append(n)
                 last = weight, start + self.boxes.shapes[n][0]
         return self._runs
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``rows`` as one row without gaps; a single one may be returned as it is."""
+    # a view of a column is a row with gaps
+    return rows[0].contiguous() if len(rows) == 1 else torch.cat([*rows])

@@ -101,7 +101,7 @@ class Chosen(NamedTuple):
 
 
 class Index:
-    """What a file's header says. ``start``: where the first tensor begins.
+    """A file's header, parsed. ``start``: where the first tensor begins.
 
     Checkpoints of one model often have the same headers. A kept index costs no Python for a tensor.
     """
