@@ -16,9 +16,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.rate import UNPACED
-from sglang_inflight.scheduler.update.sources import checkpoint_engine
+from sglang_inflight.scheduler.update.sources import checkpoint_engine, stretch
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.scheduler.update.sources.checkpoint_engine import (
+    Listings,
+    _extract,
+    receive_ipc,
+)
+from sglang_inflight.scheduler.update.sources.stretch import take_none
 from sglang_inflight.vocabulary.errors import Dropped, Refused
 from tests.support.checkpoint_engine import DEVICE, leaves_once_met
 from tests.support.device import Device
@@ -130,3 +135,74 @@ def test_refused_trainer_is_answered_after_the_copies_from_its_buffer(
     device.launch("copy")
     batches.close()
     assert "copy" in (done[0] or ())
+
+
+# ---- lists of tensors -------------------------------------------------------------------
+
+
+def item(name: str, shape: list[int], dtype: Any, offset: Any) -> dict[str, Any]:
+    return {"name": name, "shape": torch.Size(shape), "dtype": dtype, "offset": offset}
+
+
+def listed(items: list[Any], listings: Listings, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = listings.read(bytes(ForkingPickler.dumps(items)), lambda: None)
+    assert found is not None
+    return dict(_extract(found, buffer, take_none))
+
+
+@pytest.mark.parametrize("most", [stretch.MOST_BYTES, 12])
+def test_tensors_are_found_beside_gaps_and_in_any_order(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretch, "MOST_BYTES", most)
+    buffer = torch.arange(64, dtype=torch.uint8)
+    items = [
+        item("a", [2], torch.float32, 4),
+        item("b", [3], torch.uint8, 16),
+        item("c", [2, 1], torch.int16, 20),
+        item("empty", [0, 3], torch.int64, 24),
+        item("d", [1], torch.int64, 48),
+        item("e", [], torch.int32, 0),
+    ]
+    found = listed(items, Listings(), buffer)
+    assert [*found] == ["a", "b", "c", "empty", "d", "e"]
+    for each in items:
+        start, tensor = each["offset"], found[each["name"]]
+        expected = buffer[start : start + tensor.nbytes].view(each["dtype"]).view(each["shape"])
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        item("a", [1], torch.float32, 2),
+        item("a", [1], torch.float32, -4),
+        item("a", [17], torch.float32, 0),
+        item("a", [-1], torch.float32, 0),
+        item("a", [1], torch.float32, 0.0),
+        item("a", [1], torch.zeros(1), 0),
+        {"name": "a"},
+        7,
+    ],
+    ids=["unaligned", "negative", "too long", "size", "float", "dtype", "lacks", "number"],
+)
+def test_wrong_item_of_a_list_is_refused(wrong: Any) -> None:
+    with pytest.raises(Refused, match="listing is malformed"):
+        listed([wrong], Listings(), torch.zeros(64, dtype=torch.uint8))
+
+
+def test_list_of_the_last_update_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings, items = Listings(), [item("a", [4], torch.uint8, 8)]
+    listings.begin()
+    listed(items, listings, torch.zeros(16, dtype=torch.uint8))
+    listings.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_engine, "_unpickle", None)
+        listings.begin()
+        buffer = torch.arange(16, dtype=torch.uint8)
+        assert listed(items, listings, buffer)["a"].tolist() == [8, 9, 10, 11]
+    # an update with other lists forgets it
+    listings.begin()
+    listings.end()
+    monkeypatch.setattr(checkpoint_engine, "_unpickle", lambda *_: None)
+    assert listings.read(bytes(ForkingPickler.dumps(items)), lambda: None) is None

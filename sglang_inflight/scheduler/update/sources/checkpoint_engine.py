@@ -9,6 +9,8 @@ module speaks the protocol itself, with a tensors-only unpickler and a time limi
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,18 +24,58 @@ from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.answers import zmq_context
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Batches, Packed, Weights
+from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
+from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take, rest_of, take_none
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.worker import finish
 from sglang_inflight.vocabulary.errors import Refused, describe
 
 POLL_MS = 100
+# tensors of a list between two looks at the pace
+_ITEMS = 64
+
+
+class Listings:
+    """What is in the shared buffer at each filling: the stretches, with their first bytes.
+
+    A trainer sends the same lists in each update. So those of the last update are kept, by the
+    SHA-256 of their messages, and not read again. The staging thread owns them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, list[tuple[int, Stretch]]] = {}
+        self._used: dict[bytes, list[tuple[int, Stretch]]] = {}
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._used = {}
+
+    def end(self) -> None:
+        """Keep what the update has used, and nothing else."""
+        self._kept = self._used
+
+    def read(self, message: bytes, rest: Callable[[], None]) -> list[tuple[int, Stretch]] | None:
+        """Return what ``message`` lists, or None if it is the last one."""
+        key = hashlib.sha256(message).digest()
+        if (found := self._kept.get(key)) is None:
+            if (listing := _unpickle(message, rest)) is None:
+                return None
+            found = _stretches_of(listing, rest)
+        self._used[key] = found
+        return found
 
 
 def receive_ipc(
-    source: IPCSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+    source: IPCSource,
+    device: torch.device,
+    check: Callable[[], None],
+    rate_limit: RateLimit,
+    take: Take = take_none,
+    listings: Listings | None = None,
 ) -> Batches:
     """Yield the tensors in the shared buffer, one batch for each filling by the trainer.
+
+    ``take`` gets the stretches of a filling first. ``listings``: those of earlier updates.
 
     Load a batch before asking for the next one: the request acknowledges the batch, and the trainer
     fills the buffer again. ``check`` raises when it is time to give up. Raise ``Refused`` if the
@@ -49,7 +91,7 @@ def receive_ipc(
             socket.connect(source.zmq_handles[key])
         except zmq.ZMQError as error:
             raise Refused(f"zmq_handles: {source.zmq_handles[key]!r}: {error}") from error
-        yield from _converse(trainer, device, rate_limit)
+        yield from _converse(trainer, device, rate_limit, take, listings or Listings())
 
 
 class _Trainer:
@@ -109,19 +151,27 @@ def _left() -> Refused:
     return Refused("the checkpoint engine closed its socket before its last message")
 
 
-def _converse(trainer: _Trainer, device: torch.device, rate_limit: RateLimit) -> Batches:
+def _converse(
+    trainer: _Trainer,
+    device: torch.device,
+    rate_limit: RateLimit,
+    take: Take,
+    listings: Listings,
+) -> Batches:
     rest = partial(rate_limit.spend, 0)
     finished = False
+    listings.begin()
     try:
         handle = trainer.receive()
         # another process owns the memory, and may be stopped or gone
         with AbandonableThread(trainer.check, device) as thread:
             buffer: torch.Tensor | None = thread.do(lambda: _rebuild(handle, device))
         trainer.acknowledge(device)
-        while (listing := _unpickle(trainer.receive(), rest)) is not None:
+        while (listed := listings.read(trainer.receive(), rest)) is not None:
             assert buffer is not None
-            yield _extract(listing, buffer)
+            yield _extract(listed, buffer, take)
             trainer.acknowledge(device)
+        listings.end()
         buffer = None
         trainer.acknowledge(device)
         trainer.receive()
@@ -162,12 +212,41 @@ def _rebuild(handle: bytes, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-def _extract(listing: Any, buffer: torch.Tensor) -> Weights:
+def _stretches_of(listing: Any, rest: Callable[[], None]) -> list[tuple[int, Stretch]]:
+    found: list[tuple[int, Stretch]] = []
     try:
-        packed = Packed(buffer)
-        for item in listing:
+        for at, item in enumerate(listing):
             shape, dtype, offset = torch.Size(item["shape"]), item["dtype"], item["offset"]
-            end = offset + dtype.itemsize * shape.numel()
-            yield item["name"], packed.view(offset, end, dtype, shape)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"dtype is a {type(dtype).__name__}")
+            size, start = dtype.itemsize, operator.index(offset)
+            if start < 0 or start % size or any(length < 0 for length in shape):
+                raise RuntimeError(f"{[*shape]} of {dtype} at byte {start}")
+            nbytes = size * shape.numel()
+            gap = start - (found[-1][0] + found[-1][1].nbytes) if found else -1
+            # a tensor begins at an element of its stretch, too
+            if (
+                gap < 0
+                or not found[-1][1].has_room_for(gap + nbytes)
+                or (start - found[-1][0]) % size
+            ):
+                found.append((start, Stretch.begin()))
+                gap = 0
+            found[-1][1].add(item["name"], dtype, tuple(shape), nbytes, gap=gap)
+            if not at % _ITEMS:
+                rest()
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refused(f"the checkpoint engine's listing is malformed: {error!r}") from error
+        raise _malformed(error) from error
+    return found
+
+
+def _extract(listed: list[tuple[int, Stretch]], buffer: torch.Tensor, take: Take) -> Weights:
+    for start, stretch in listed:
+        row = buffer[start : start + stretch.nbytes]
+        if len(row) != stretch.nbytes:
+            raise _malformed(f"{stretch.names[-1]!r} ends beyond the buffer")
+        yield from rest_of(stretch, row, take)
+
+
+def _malformed(why: object) -> Refused:
+    return Refused(f"the checkpoint engine's listing is malformed: {why!r}")

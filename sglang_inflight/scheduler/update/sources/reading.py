@@ -34,7 +34,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
 )
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.call_layouts import CallLayouts
-from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.scheduler.update.sources.checkpoint_engine import Listings, receive_ipc
 from sglang_inflight.scheduler.update.sources.disk import Folder, read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.safetensors_file import EVERYTHING, Indexes, Wanted
@@ -68,6 +68,8 @@ class Reader:
         self.layouts = CallLayouts()
         # those of checkpoints on disk
         self._indexes = Indexes()
+        # those of a checkpoint engine
+        self._listings = Listings()
         self._groups = groups
         self._device = device
         self._rate_limit = rate_limit
@@ -187,4 +189,6 @@ class Reader:
         return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
 
     def _from_ipc(self, source: IPCSource, update: Update, take: Take) -> Batches:
-        return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
+        return with_whole_modules(
+            receive_ipc(source, self._device, update.check, self._rate_limit, take, self._listings)
+        )

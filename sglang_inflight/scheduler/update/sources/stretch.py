@@ -6,6 +6,7 @@ out once how such a stretch goes, and moves later ones without a look at each te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,13 +38,15 @@ class Stretch:
     def begin(cls) -> Stretch:
         return cls([], [], [], [])
 
-    def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> None:
-        """Add a tensor of ``nbytes`` bytes at the end of the row."""
+    def add(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], nbytes: int, *, gap: int = 0
+    ) -> None:
+        """Add a tensor of ``nbytes`` bytes at the end of the row, behind ``gap`` others."""
         self.names.append(name)
         self.dtypes.append(dtype)
         self.shapes.append(shape)
-        self.starts.append(self.nbytes)
-        self.nbytes += nbytes
+        self.starts.append(self.nbytes + gap)
+        self.nbytes += gap + nbytes
 
     def has_room_for(self, nbytes: int) -> bool:
         return self.nbytes + nbytes <= MOST_BYTES and len(self.names) < MOST_TENSORS
@@ -56,7 +59,7 @@ class Stretch:
             if packed is None:
                 tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
             else:
-                end = self.starts[at + 1] if at + 1 < len(self.starts) else self.nbytes
+                end = start + math.prod(shape) * dtype.itemsize
                 tensor = packed.view_or_copy(start, end, dtype, shape)
             yield self.names[at], tensor
 
