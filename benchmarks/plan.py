@@ -97,7 +97,7 @@ PLAN = (
     ),
     Planned(
         "small_tensors",
-        "--size experts-140k --rounds 1 --updates 1 --ways disk,value",
+        "--size experts-140k --rounds 1 --updates 1 --ways disk,bucket",
         None,
         3600,
         label="140k",
