@@ -18,6 +18,7 @@ from sglang_inflight.scheduler.update.changes.encoding import PIECE
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.sources.quantizing import Quantized, Quantizer
+from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
 
@@ -172,6 +173,21 @@ def test_tensor_of_a_row_that_did_not_come_is_missed(mode: StagingMode) -> None:
     with pytest.raises(Refused, match="16 of 192 elements of 'w13'"):
         rank.update(tensors)
     assert_serves(model, checkpoint(0))
+
+
+@STAGED
+def test_name_that_is_no_text_among_others_is_refused(mode: StagingMode) -> None:
+    model, rank = served(mode)
+    rank.update(checkpoint(1))
+    replay, stretch = rank.shadowed._replay, Stretch.begin()
+    assert replay is not None
+    replay.begin()
+    for name in ("gate.1", ["gate.2"], None, "gate.3"):
+        stretch.add(name, torch.bfloat16, (4, 4), 32)  # type: ignore[arg-type]
+    found = replay.take_bulk(stretch, torch.zeros(stretch.nbytes, dtype=torch.uint8))
+    assert found is not None
+    assert (sorted(found.names), found.left) == (["gate.1", "gate.3"], [1, 2])
+    assert_serves(model, checkpoint(1))
 
 
 def test_collector_has_nothing_to_do_for_each_tensor_of_a_row() -> None:

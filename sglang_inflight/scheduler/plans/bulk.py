@@ -60,10 +60,12 @@ class Bulk:
         self._floats: dict[torch.dtype, Boxes] = {}
         for at, name in enumerate(stretch.names):
             dtype, shape, start = stretch.dtypes[at], tuple(stretch.shapes[at]), stretch.starts[at]
-            moves = plan.moves.get(name)
+            # a sender's name may not be a text
+            moves = plan.moves.get(name) if isinstance(name, str) else None
             size = torch.Size(shape).numel()
             if (
                 moves is None
+                or any(each.move.numel > PIECE for each in moves)
                 or not plan.is_as_planned(name, shape, dtype)
                 or start % dtype.itemsize
                 or size > PIECE

@@ -175,7 +175,8 @@ class Replay:
                     # one by one, and the wrong one is refused by its name
                     return None
             if wanted := self.audit.wanted_of(bulk.names):
-                those = [at for at, name in enumerate(stretch.names) if name in wanted]
+                names = enumerate(stretch.names)
+                those = [at for at, name in names if isinstance(name, str) and name in wanted]
                 for name, tensor in stretch.tensors(row, those):
                     self.audit.take(name, tensor)
             self.flush()

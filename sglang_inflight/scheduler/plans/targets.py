@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -12,6 +13,46 @@ from sglang_inflight.scheduler.plans.moves import Box
 from sglang_inflight.scheduler.update.weight import Weight
 
 _Steps = tuple[int, ...]
+
+
+class _Cuts:
+    """Boxes of one memory, cut out by few calls of torch.
+
+    A step and the staging thread hand each other the interpreter at each call of torch. So a call
+    for each box would cost a step more than the copies.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[int, int, _Steps, _Steps]]) -> None:
+        """``boxes``: the number, offset, shape and strides of each."""
+        self._first = end = -1
+        # neighbours from the first range to the end of the last one, and which of them are boxes
+        self._sizes: list[int] = []
+        self._picked: list[tuple[int, int]] = []
+        self._others: list[tuple[int, int, _Steps, _Steps]] = []
+        for box in sorted(boxes, key=lambda box: box[1]):
+            number, offset, shape, strides = box
+            if strides != (1,) or offset < end:
+                self._others.append(box)
+                continue
+            if self._first < 0:
+                self._first = end = offset
+            if offset > end:
+                self._sizes.append(offset - end)
+            self._picked.append((len(self._sizes), number))
+            self._sizes.append(shape[0])
+            end = offset + shape[0]
+        self._span = end - self._first
+
+    def cut(self, memory: torch.Tensor, views: list[torch.Tensor]) -> None:
+        """Put each box's view of ``memory`` into ``views``, at its number."""
+        start = int(memory.storage_offset())
+        if self._sizes:
+            row = memory.as_strided((self._span,), (1,), start + self._first)
+            pieces = torch.split_with_sizes(row, self._sizes)
+            for at, number in self._picked:
+                views[number] = pieces[at]
+        for number, offset, shape, strides in self._others:
+            views[number] = memory.as_strided(shape, strides, start + offset)
 
 
 class Boxes:
@@ -27,6 +68,8 @@ class Boxes:
         self.numel = 0
         # equal geometry shares memory
         self._shared: dict[_Steps, _Steps] = {}
+        # once the boxes are complete
+        self._cuts: _Cuts | None = None
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -63,13 +106,16 @@ class Boxes:
         return all(strides == (1,) for strides in self.strides)
 
     def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the elements of each box in ``memory``, a row each."""
-        start = int(memory.storage_offset())
-        views = [
-            memory.as_strided(shape, strides, start + offset)
-            for offset, shape, strides in zip(self.offsets, self.shapes, self.strides, strict=True)
-        ]
+        """Return the elements of each box in ``memory``, a row each. No box may follow."""
+        if self._cuts is None:
+            self._cuts = _Cuts(self.columns())
+        views = [memory] * len(self)
+        self._cuts.cut(memory, views)
         return views if self.are_ranges else [view.reshape(-1) for view in views]
+
+    def columns(self) -> Iterator[tuple[int, int, _Steps, _Steps]]:
+        """Yield the number, offset, shape and strides of each box."""
+        return zip(itertools.count(), self.offsets, self.shapes, self.strides, strict=False)
 
 
 class Targets:
@@ -86,6 +132,8 @@ class Targets:
         self.boxes = Boxes()
         self._number: dict[int, int] = {}
         self._runs: list[list[int]] | None = None
+        # cuts of each weight, once the boxes are complete
+        self._cuts: list[_Cuts] = []
         # numbers of boxes on a device, by what they are
         self._columns: dict[tuple[str, torch.device], torch.Tensor] = {}
         for weight, box in boxes:
@@ -105,14 +153,19 @@ class Targets:
         return self.weights[0].live
 
     def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return each box in ``memories``, one for each weight, in the weight's layout."""
-        starts = [int(memory.storage_offset()) for memory in memories]
-        boxes = self.boxes
-        columns = zip(self.at, boxes.offsets, boxes.shapes, boxes.strides, strict=True)
-        return [
-            memories[at].as_strided(shape, strides, starts[at] + offset)
-            for at, offset, shape, strides in columns
-        ]
+        """Return each box in ``memories``, one for each weight, in the weight's layout.
+
+        No box may follow.
+        """
+        if not self._cuts:
+            of: list[list[tuple[int, int, _Steps, _Steps]]] = [[] for _ in self.weights]
+            for box in self.boxes.columns():
+                of[self.at[box[0]]].append(box)
+            self._cuts = [_Cuts(boxes) for boxes in of]
+        views = [memories[0]] * len(self.boxes)
+        for cuts, memory in zip(self._cuts, memories, strict=True):
+            cuts.cut(memory, views)
+        return views
 
     def rows(self) -> list[torch.Tensor]:
         """Return the served elements of each box, as a row."""

@@ -130,6 +130,7 @@ class ShadowedModel:
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
         self._tied = TiedHead()
+        self._is_shadowed: bool | None = None
         # names of what the loader has written besides weights, in any update
         self._derived_by_loads: set[str] = set()
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
@@ -334,6 +335,7 @@ class ShadowedModel:
         self._held.clear()
         self._is_partial, self._writes_checkpoint = is_partial, None
         self._tied = TiedHead()
+        self._is_shadowed = None
         self._quantizer.begin()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
@@ -470,7 +472,7 @@ class ShadowedModel:
             checkpoint_shapes=self.findings.checkpoint_shapes if is_checkpoint else {},
             dataflow=dataflow,
             takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
-            takes_floats_only=why_not_shadowed(self.runner.model) is None,
+            takes_floats_only=self._takes_floats_only,
             is_needed=self._is_needed if is_checkpoint else _needs_nothing,
             tied=self._tied if self._ties_head and is_checkpoint else None,
             check_finite=check_finite,
@@ -530,6 +532,13 @@ class ShadowedModel:
             del self._checks
             self._takes_bulk = None
         return checks
+
+    @property
+    def _takes_floats_only(self) -> bool:
+        """Whether the weights are not quantized. Found once in an update: it walks the model."""
+        if self._is_shadowed is None:
+            self._is_shadowed = why_not_shadowed(self.runner.model) is None
+        return self._is_shadowed
 
     def _take_sparse(
         self, found: Iterable[Sparse], replay: Replay | None, checks: TensorChecks
