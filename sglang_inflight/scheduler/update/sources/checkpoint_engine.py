@@ -36,7 +36,7 @@ _ITEMS = 64
 
 
 class Listings:
-    """What is in the shared buffer at each filling: the stretches, with their first bytes.
+    """Contents of the shared buffer at each filling: the stretches, with their first bytes.
 
     A trainer sends the same lists in each update. So those of the last update are kept, by the
     SHA-256 of their messages, and not read again. The staging thread owns them.
