@@ -18,6 +18,7 @@ from sglang_inflight.scheduler.plans.targets import Boxes, Targets, joined
 from sglang_inflight.scheduler.update.changes.encoding import PIECE
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, may_be_tied
 from sglang_inflight.scheduler.update.forms import Form
+from sglang_inflight.scheduler.update.sources.batches import Packed
 from sglang_inflight.scheduler.update.sources.stretch import Stretch
 from sglang_inflight.scheduler.update.weight import Weight
 
@@ -104,26 +105,12 @@ class Bulk:
 
     def floats(self, row: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the floats of the planned tensors in ``row``, a row of each dtype."""
-        views = _Views(row)
+        packed = Packed(row)
         for dtype, boxes in self._floats.items():
-            yield joined(boxes.rows(views.of(dtype)))
+            yield joined(boxes.rows(packed.row(dtype)))
 
     def move(self, row: torch.Tensor, form: Form) -> None:
         """Move what ``row`` has of the planned tensors."""
-        views = _Views(row)
+        packed = Packed(row)
         for group in self._groups:
-            form.move_row(group.targets, group.row(views.of(group.dtype)))
-
-
-class _Views:
-    """A row of bytes in other dtypes, as many elements as it has whole ones."""
-
-    def __init__(self, row: torch.Tensor) -> None:
-        self._row = row
-        self._views: dict[torch.dtype, torch.Tensor] = {}
-
-    def of(self, dtype: torch.dtype) -> torch.Tensor:
-        if (view := self._views.get(dtype)) is None:
-            whole = len(self._row) // dtype.itemsize * dtype.itemsize
-            view = self._views[dtype] = self._row[:whole].view(dtype)
-        return view
+            form.move_row(group.targets, group.row(packed.row(group.dtype)))

@@ -27,6 +27,7 @@ from sglang_inflight.scheduler.plans.moves import (
 from sglang_inflight.scheduler.plans.patches import patches_of
 from sglang_inflight.scheduler.plans.plan import Plan, cast
 from sglang_inflight.scheduler.plans.recorder import Planned
+from sglang_inflight.scheduler.plans.targets import joined
 from sglang_inflight.scheduler.update.checks.coverage import largest_magnitude
 from sglang_inflight.scheduler.update.checks.tensors import FLOATS, HELD_BY_ALL, infinite_refusal
 from sglang_inflight.scheduler.update.forms import Form
@@ -278,9 +279,8 @@ class Replay:
                 self._check_alone(name, self._largest([tensor]))
 
     def _largest(self, rows: list[torch.Tensor]) -> float:
-        row = rows[0] if len(rows) == 1 else torch.cat(rows)
         largest = 0.0
-        for (piece,) in self._rate_limit.cut(row):
+        for (piece,) in self._rate_limit.cut(joined(rows)):
             # the first argument is returned if neither is larger: a piece's NaN must win
             largest = max(largest_magnitude(piece), largest)
             if not math.isfinite(largest):

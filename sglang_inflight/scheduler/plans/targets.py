@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 
 import torch
 
@@ -115,7 +114,7 @@ class Boxes:
 
     def columns(self) -> Iterator[tuple[int, int, _Steps, _Steps]]:
         """Yield the number, offset, shape and strides of each box."""
-        return zip(itertools.count(), self.offsets, self.shapes, self.strides, strict=False)
+        return zip(count(), self.offsets, self.shapes, self.strides, strict=False)
 
 
 class Targets:

@@ -120,10 +120,16 @@ class Packed:
         fits = end - start == math.prod(shape) * size and 0 <= start <= end <= self._length
         if not fits or start % size:
             return self._buffer[start:end].view(dtype).reshape(shape)
-        if (row := self._rows.get(dtype)) is None:
-            row = self._rows[dtype] = self._buffer[: self._length // size * size].view(dtype)
+        row = self.row(dtype)
         strides = _strides(tuple(shape))
         return row.as_strided(shape, strides, row.storage_offset() + start // size)
+
+    def row(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer, a row of bytes, in another dtype: as many elements as it has whole."""
+        if (row := self._rows.get(dtype)) is None:
+            whole = self._length // dtype.itemsize * dtype.itemsize
+            row = self._rows[dtype] = self._buffer[:whole].view(dtype)
+        return row
 
     def view_or_copy(
         self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]
