@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -532,3 +535,108 @@ def test_attribute_beside_a_reset_one_is_found() -> None:
     rank.caches.reset()
     assert not hasattr(layer, "lazy")
     assert not hasattr(layer, "other")
+
+
+class Kept:
+    """Ways in which a forward keeps its product where nothing was."""
+
+    @staticmethod
+    def attribute(layer: Any, product: torch.Tensor) -> None:
+        layer.other = product
+
+    @staticmethod
+    def unset(layer: Any, product: torch.Tensor) -> None:
+        layer.product = product
+
+    @staticmethod
+    def container(layer: Any, product: torch.Tensor) -> None:
+        layer.cache["product"] = product
+
+    @staticmethod
+    def constant(layer: Any, product: torch.Tensor) -> None:
+        layer.table = product
+
+    @staticmethod
+    def buffer(layer: Any, product: torch.Tensor) -> None:
+        layer.made = product
+
+    @staticmethod
+    def method(layer: Any, product: torch.Tensor) -> None:
+        layer.quant_method.packed = [product]
+
+    @staticmethod
+    def record(layer: Any, product: torch.Tensor) -> None:
+        layer.record.made = product
+
+    @staticmethod
+    def list_of_numbers(layer: Any, product: torch.Tensor) -> None:
+        layer.numbers.append(product)
+
+
+WAYS = [name for name in vars(Kept) if not name.startswith("_")]
+
+
+@dataclasses.dataclass
+class Record:
+    made: Any = None
+
+
+class Keeps(Layer):
+    """A layer whose forward keeps a product once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep: Any = None
+        self.record = Record()
+        self.numbers: list[Any] = [1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keep is not None:
+            self.keep(self, self.a * self.b)
+        return self.a * self.b * x
+
+
+def searched(layer: nn.Module) -> Rank:
+    """Return the rank of a model that a search has looked at, and whose forwards nobody watches."""
+    rank = Rank(layer)
+    del vars(rank.runner)["forward"]
+    assert rank.caches.why_not_updated() is None
+    return rank
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_product_is_found_after_a_search_that_has_found_nothing(way: str) -> None:
+    layer = Keeps()
+    rank = searched(nn.Sequential(Layer(), layer))
+    assert rank.caches.why_not_updated() is None
+    layer.keep = getattr(Kept, way)
+    layer(torch.ones(2))
+    why_not = rank.caches.why_not_updated()
+    assert why_not is not None or rank.caches._resets, way
+
+
+def test_search_looks_at_nothing_that_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has some ten thousand attributes."""
+    layer = MarksProduct()
+    rank = searched(nn.Sequential(layer, nn.Identity()))
+    rank.runner.run(1, 1)
+    # what the forward made is found, and what the reset unsets is known
+    assert rank.caches.why_not_updated() is None
+    rank.caches.reset()
+    rank.runner.run(1, 1)
+    monkeypatch.setattr(rank.caches, "_find_everywhere", None)
+    assert rank.caches.why_not_updated() is None
+    rank.caches.reset()
+    assert layer.product is None
+
+
+def test_search_holds_no_tensor_that_a_forward_has_replaced() -> None:
+    layer = Keeps()
+    rank = searched(layer)
+    held = []
+    for _ in range(3):
+        Kept.unset(layer, layer.a * layer.b)
+        held.append(weakref.ref(layer.product))
+        assert rank.caches.why_not_updated() is None
+    gc.collect()
+    assert [tensor() is not None for tensor in held] == [False, False, True]

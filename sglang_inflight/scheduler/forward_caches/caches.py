@@ -21,20 +21,29 @@ helper; numbers that an unwatched forward reads from weights; and weights that i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 
 from sglang_inflight.scheduler.forward_caches.provenance import Origin, Provenance
+from sglang_inflight.scheduler.forward_caches.settled import Settled
+from sglang_inflight.scheduler.forward_caches.sizes import Sizes
+from sglang_inflight.scheduler.forward_caches.values import (
+    PLAIN,
+    attributes_of_object,
+    is_container,
+    is_empty,
+    is_opaque,
+    is_plain,
+    tensors_within,
+)
 from sglang_inflight.scheduler.update.attributes import (
     modules_of,
     namespaces_of,
@@ -53,9 +62,6 @@ logger = logging.getLogger(__name__)
 
 # Watching waits for the first prefill and the first decode, and ends after so many forwards.
 MOST_FORWARDS = 64
-# levels of objects within objects
-_DEPTH = 2
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class _Unset:
@@ -131,6 +137,8 @@ class ForwardCaches:
         self._resets: dict[_Key, list[tuple[_Slot, Any]]] = {}
         self._refusals: dict[_Key, str] = {}
         self._has_searched = False
+        # None until a search has looked at everything
+        self._settled: Settled[_Slot] | None = None
         # resets made so far, to tell a search of the staging thread that one came beside it
         self._times_reset = 0
         self._note()
@@ -140,7 +148,10 @@ class ForwardCaches:
         # modules by id: held, so that their ids stay unique. A forward may make others
         self._modules = {id(module): module for module in self._model.modules()}
         self._noted = self.attributes()
+        # objects by id: held, as the modules are
+        self._objects = {id(value): value for _, value in self._slots() if is_opaque(value)}
         self._sizes = self._measure()
+        self._settled = None
 
     def end_start(self, runner: ModelRunner, *, holds_graphs: bool) -> None:
         """Find what graphs hold, or watch the first forwards. Call when the server has started.
@@ -165,6 +176,7 @@ class ForwardCaches:
                 if key not in self._judged:
                     self._noted.values[key] = value
             self._sizes = self._measure()
+            self._settled = None
 
     def why_not_updated(self, *, searches: bool = True) -> str | None:
         """Return why no update may come now, by the name of a tensor, or None.
@@ -190,25 +202,49 @@ class ForwardCaches:
                 if value is _UNSET:
                     slot.namespace.pop(slot.name, None)
                 else:
-                    slot.namespace[slot.name] = type(value)() if _is_container(value) else value
+                    slot.namespace[slot.name] = type(value)() if is_container(value) else value
                 sizes.follow(slot.namespace)
 
     def find(self, watched: Watched | None = None, *, in_graphs: bool = False) -> None:
-        """Judge each tensor made since the last search. ``in_graphs``: CUDA graphs hold it."""
+        """Judge each tensor made since the last search. ``in_graphs``: CUDA graphs hold it.
+
+        The search after a watched forward is not interrupted. Another one looks first at what has
+        changed: a model has some ten thousand attributes.
+        """
+        settled = self._settled
+        if watched is not None or in_graphs or settled is None:
+            self._find_everywhere(watched, in_graphs=in_graphs)
+        elif settled.is_as_before(self._judged):
+            self._find_in_others(settled)
+        else:
+            self._find_everywhere(None, in_graphs=False)
+
+    def _find_everywhere(self, watched: Watched | None, *, in_graphs: bool) -> None:
         # a view of a noted tensor shows what the commit exchanges there
         keys = self.memory_after_loading()
         # before the walk: a forward may set an attribute where the walk has been
         sizes, times_reset = self._measure(), self._times_reset
+        settled = Settled[_Slot](sizes.namespaces)
         with self._lock:
-            # a number is plain
+            known = {id(t) for value in self._noted.values.values() for t in value.tensors}
             module = None
-            for slot, value in self._slots(with_plain=watched is not None):
-                # the search after a watched forward is not interrupted
+            for slot, value in self._slots():
                 if watched is None and slot.module is not module:
                     module = slot.module
                     self._yield_gil()
-                if slot.key not in self._judged:
-                    self._judge(slot, _noted(value, keys), watched, in_graphs=in_graphs)
+                if slot.key in self._judged:
+                    continue
+                if is_plain(value):
+                    settled.hold(value)
+                    # a number counts if a watched forward has set it
+                    if watched is None:
+                        continue
+                elif id(value) in known or id(value) in self._objects or self._is_bound(value):
+                    settled.hold(value)
+                    continue
+                elif not self._is_weight(slot):
+                    settled.others.append(slot)
+                self._judge(slot, _noted(value, keys), watched, in_graphs=in_graphs)
             if watched is not None:
                 self._judge_overwritten(watched.before, watched.origins)
             elif in_graphs:
@@ -216,8 +252,35 @@ class ForwardCaches:
             # a reset has followed its changes in the sizes that were there
             if self._times_reset == times_reset:
                 self._sizes = sizes
+            self._settled = settled
 
-    def _find_in(self, sizes: _Sizes, grown: Iterable[int]) -> None:
+    def _find_in_others(self, settled: Settled[_Slot]) -> None:
+        """Judge the tensors in attributes that may hold new ones while they stay the same."""
+        sizes, times_reset = self._sizes, self._times_reset
+        if sizes.find_grown():
+            # what was judged, and containers of other things
+            sizes = self._measure()
+        keys: set[int] | None = None
+        # many modules have the model's configuration
+        without: dict[int, Any] = {}
+        with self._lock:
+            for at, slot in enumerate(settled.others):
+                if not at % 64:
+                    self._yield_gil()
+                value = slot.namespace.get(slot.name)
+                if slot.key in self._judged or id(value) in without:
+                    continue
+                if next(tensors_within(value), None) is None:
+                    without[id(value)] = value
+                    continue
+                if self._is_as_loaded(slot, value):
+                    continue
+                keys = self.memory_after_loading() if keys is None else keys
+                self._judge(slot, _noted(value, keys), None, in_graphs=False)
+            if self._times_reset == times_reset:
+                self._sizes = sizes
+
+    def _find_in(self, sizes: Sizes, grown: Iterable[int]) -> None:
         """Judge the tensors in the modules whose namespaces have ``grown``."""
         keys: set[int] | None = None
         modules = {id(sizes.owners[at][1]): sizes.owners[at] for at in grown}
@@ -234,10 +297,16 @@ class ForwardCaches:
 
     def _is_as_loaded(self, slot: _Slot, value: Any) -> bool:
         """Return whether ``value`` is a noted weight, or has the tensors that loading made."""
-        if slot.namespace is slot.module._parameters and _join(slot) in self._weights:
+        if self._is_weight(slot):
             return True
         noted = self._noted.get(slot).tensors
-        return all(any(t is known for known in noted) for t in _tensors_within(value))
+        return all(any(t is known for known in noted) for t in tensors_within(value))
+
+    def _is_bound(self, value: Any) -> bool:
+        return isinstance(value, types.MethodType) and id(value.__self__) in self._modules
+
+    def _is_weight(self, slot: _Slot) -> bool:
+        return slot.namespace is slot.module._parameters and _join(slot) in self._weights
 
     def _yield_gil(self) -> None:
         """Let steps run, and searches of the loop: those judge a slot as this one would."""
@@ -314,7 +383,7 @@ class ForwardCaches:
             if slot.name == made.name:
                 continue
             was = before.get(slot)
-            if not (_is_plain(value) and was.is_plain) or was.plain == value:
+            if not (is_plain(value) and was.is_plain) or was.plain == value:
                 continue
             if all_changes or was.plain is _UNSET or was.plain in (False, None):
                 yield slot, was.plain
@@ -367,7 +436,7 @@ class ForwardCaches:
             seen.add(id(namespace))
             where = f"{path}.{part}".strip(".")
             for name, value in values_in(namespace):
-                if (not with_plain and type(value) in _PLAIN) or id(value) in self._modules:
+                if (not with_plain and type(value) in PLAIN) or id(value) in self._modules:
                     continue
                 if has_weights is None:
                     has_weights = next(module.parameters(), None) is not None
@@ -377,69 +446,9 @@ class ForwardCaches:
         """Return the memory of the noted weights: a forward may register others."""
         return {memory_key(w) for name, w in weights_of(self._model) if name in self._weights}
 
-    def _measure(self) -> _Sizes:
+    def _measure(self) -> Sizes:
         """Return what shows at little cost that a forward has set an attribute."""
-        return _Sizes(self._model, self._judged)
-
-
-class _Sizes:
-    """The number of attributes in each namespace, and the attributes without a value.
-
-    Each commit compares them, for thousands of namespaces. So C functions do it in one go.
-    """
-
-    def __init__(self, model: nn.Module, judged: set[_Key]) -> None:
-        """Attributes that were ``judged`` may get a value."""
-        self.namespaces: list[dict[str, Any]] = []
-        # path and module of each namespace
-        self.owners: list[tuple[str, nn.Module]] = []
-        seen: set[int] = set()
-        unset: list[tuple[int, str, Any]] = []
-        containers: list[tuple[int, str, Any]] = []
-        for path, module in modules_of(model):
-            for _, namespace in namespaces_of(module):
-                if id(namespace) in seen:
-                    continue
-                seen.add(id(namespace))
-                at = len(self.namespaces)
-                self.namespaces.append(namespace)
-                self.owners.append((path, module))
-                for name, value in values_in(namespace):
-                    if _is_empty(value) and (id(namespace), name) not in judged:
-                        (unset if value is None else containers).append((at, name, value))
-        # most modules have no buffers or no modules: truth costs less than a length
-        self._empty_at = [at for at, found in enumerate(self.namespaces) if not found]
-        self._empty = [self.namespaces[at] for at in self._empty_at]
-        self._filled_at = [at for at, found in enumerate(self.namespaces) if found]
-        self._filled = [self.namespaces[at] for at in self._filled_at]
-        self._lengths = list(map(len, self._filled))
-        self._place = {id(found): place for place, found in enumerate(self._filled)}
-        self._holders = [self.namespaces[at] for at, _, _ in unset]
-        self._names = [name for _, name, _ in unset]
-        self._unset_at = [at for at, _, _ in unset]
-        self._containers = [value for _, _, value in containers]
-        self._containers_at = [at for at, _, _ in containers]
-
-    def find_grown(self) -> list[int]:
-        """Return the places of the namespaces with another number of attributes, or new values."""
-        found: set[int] = set()
-        lengths = list(map(len, self._filled))
-        if lengths != self._lengths:
-            found.update(compress(self._filled_at, map(operator.ne, lengths, self._lengths)))
-        if any(self._empty):
-            found.update(compress(self._empty_at, self._empty))
-        values = list(map(dict.get, self._holders, self._names))
-        if values.count(None) != len(values):
-            found.update(at for at, v in zip(self._unset_at, values, strict=True) if v is not None)
-        if any(self._containers):
-            found.update(compress(self._containers_at, self._containers))
-        return sorted(found)
-
-    def follow(self, namespace: dict[str, Any]) -> None:
-        """Take the present number of attributes of a known ``namespace`` for its usual one."""
-        place = self._place.get(id(namespace))
-        if place is not None:
-            self._lengths[place] = len(namespace)
+        return Sizes(self._model, self._judged)
 
 
 class Watch:
@@ -500,16 +509,10 @@ def _tensors_of_request(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
     """Yield the tensors in a forward's arguments, their attributes, and these ones' attributes."""
     for argument in arguments:
         yield from tensors_in(argument)
-        for value in _attributes(argument):
+        for value in attributes_of_object(argument):
             yield from tensors_in(value)
-            for each in _attributes(value):
+            for each in attributes_of_object(value):
                 yield from tensors_in(each)
-
-
-def _attributes(value: object) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor | nn.Module | type):
-        return ()
-    return tuple(getattr(value, "__dict__", {}).values())
 
 
 def _join(slot: _Slot) -> str:
@@ -517,51 +520,12 @@ def _join(slot: _Slot) -> str:
 
 
 def _noted(value: Any, weight_keys: set[int]) -> _Value:
-    tensors = tuple(t for t in _tensors_within(value) if memory_key(t) not in weight_keys)
-    if _is_plain(value):
+    tensors = tuple(t for t in tensors_within(value) if memory_key(t) not in weight_keys)
+    if is_plain(value):
         return _Value(tensors, value, is_plain=True)
-    if _is_empty(value):
+    if is_empty(value):
         return _Value(tensors, type(value)(), is_plain=True)
     return _Value(tensors, None, is_plain=False)
-
-
-def _tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``, its containers, named tuples, records and modules."""
-    if isinstance(value, torch.Tensor):
-        yield from tensors_in(value)
-        return
-    if isinstance(value, nn.Module):
-        # a container refers to modules of the model, which have slots of their own
-        for module in value.modules() if depth == _DEPTH else ():
-            for _, namespace in namespaces_of(module):
-                yield from tensors_in(tuple(namespace.values()))
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, list | tuple):
-        parts = value
-    elif isinstance(value, dict):
-        parts = tuple(value.values())
-    elif isinstance(value, msgspec.Struct):
-        parts = msgspec.structs.asdict(value).values()
-    elif dataclasses.is_dataclass(value):
-        parts = _attributes(value)
-    if depth:
-        for part in parts:
-            yield from _tensors_within(part, depth - 1)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (
-        isinstance(value, tuple) and all(_is_plain(item) for item in value)
-    )
-
-
-def _is_container(value: Any) -> bool:
-    return type(value) in (list, dict)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (type(value) in (list, dict) and not value)
 
 
 def _is_new_number(slot: _Slot, now: _Value, watched: Watched) -> bool:

@@ -536,6 +536,9 @@ class ShadowedModel:
     @property
     def _takes_floats_only(self) -> bool:
         """Whether the weights are not quantized. Found once in an update: it walks the model."""
+        if self._form is not None and not self.findings.finishes:
+            # else the update was refused at its begin
+            return True
         if self._is_shadowed is None:
             self._is_shadowed = why_not_shadowed(self.runner.model) is None
         return self._is_shadowed

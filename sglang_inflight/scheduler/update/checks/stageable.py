@@ -29,7 +29,7 @@ from sglang.srt.utils import is_npu
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import modules_of
-from sglang_inflight.scheduler.update.rate import yield_gil
+from sglang_inflight.scheduler.update.rate import paced
 
 # The flags checked below show what these methods did after loading.
 _KNOWN_FINISHES = {
@@ -64,7 +64,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def why_not_loaded(model: nn.Module) -> str | None:
     """Return why ``model`` cannot be loaded again at all, or None if it can."""
-    for name, module in modules_of(model):
+    for name, module in paced(modules_of(model)):
         if module.__dict__.get("use_intel_amx_backend", False):
             return f"{_called(name, module)} is packed for AMX after loading"
         if _is_made_from_a_deleted_weight(module):
@@ -97,8 +97,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
         return "ROCm kernels may shuffle weights after loading"
     if is_npu():
         return "NPU kernels may change the layout of weights after loading"
-    for name, module in modules_of(model):
-        yield_gil()
+    for name, module in paced(modules_of(model)):
         if (reason := _why_not_module(module)) is not None:
             return f"{_called(name, module)} {reason}"
     return why_not_loaded(model)
@@ -107,7 +106,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
 def why_laid_out_anew(model: nn.Module) -> str | None:
     """Return why parameters hold other data than a checkpoint's tensors, or None if none do."""
     for name, module in modules_of(model):
-        method = getattr(module, "quant_method", None)
+        method = _method_of(module)
         if method is not None and (reason := _why_not_method(method)) is not None:
             return f"{_called(name, module)} {reason}"
     return None
@@ -115,7 +114,7 @@ def why_laid_out_anew(model: nn.Module) -> str | None:
 
 def _lost_its_loader(module: nn.Module) -> str | None:
     """Return the name of a quantized weight replaced for good after loading, or None."""
-    method = getattr(module, "quant_method", None)
+    method = _method_of(module)
     if not isinstance(method, QuantizeMethodBase) or isinstance(method, _UNQUANTIZED):
         return None
     if _can_restore(method) or _can_restore(getattr(module, "scheme", None)):
@@ -133,17 +132,25 @@ def _can_restore(method: object) -> bool:
     return own is not None and own not in _RESTORES_NOTHING
 
 
+def _method_of(module: nn.Module) -> object | None:
+    """Return ``module.quant_method``. Most modules have none, and PyTorch is slow to say so."""
+    if (method := module.__dict__.get("quant_method")) is not None:
+        return method
+    has = hasattr(type(module), "quant_method") or "quant_method" in module._modules
+    return getattr(module, "quant_method", None) if has else None
+
+
 def _called(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _why_not_module(module: nn.Module) -> str | None:
     # also on a wrapper's inner model: the wrapper's loader calls it
-    if hasattr(module, "post_load_weights"):
+    if hasattr(type(module), "post_load_weights") or "post_load_weights" in module.__dict__:
         return "derives further weights after loading"
     if "load_weights" in module.__dict__:
         return "has had its loader replaced by one that may write the live weights"
-    method = getattr(module, "quant_method", None)
+    method = _method_of(module)
     return None if method is None else _why_not_method(method)
 
 
