@@ -24,7 +24,7 @@ from tests.support.rank import Rank
 
 Tensors = dict[str, torch.Tensor]
 STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
-EXPERTS = 6
+EXPERTS = 10
 FORM = Quantized(
     dtype=torch.float8_e4m3fn,
     shape=(4, 4),
@@ -170,7 +170,7 @@ def test_tensor_of_a_row_that_did_not_come_is_missed(mode: StagingMode) -> None:
     model, rank = served(mode)
     tensors = checkpoint(1)
     del tensors["gate.3"]
-    with pytest.raises(Refused, match="16 of 192 elements of 'w13'"):
+    with pytest.raises(Refused, match="16 of 320 elements of 'w13'"):
         rank.update(tensors)
     assert_serves(model, checkpoint(0))
 

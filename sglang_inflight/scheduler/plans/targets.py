@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import accumulate, count
 
 import torch
 
+from sglang_inflight.scheduler.plans.lattice import Lattice, Range, find_lattices
 from sglang_inflight.scheduler.plans.moves import Box
 from sglang_inflight.scheduler.update.weight import Weight
 
@@ -104,12 +105,17 @@ class Boxes:
     def are_ranges(self) -> bool:
         return all(strides == (1,) for strides in self.strides)
 
-    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the elements of each box in ``memory``, a row each. No box may follow."""
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return each box in ``memory``. No box may follow."""
         if self._cuts is None:
             self._cuts = _Cuts(self.columns())
         views = [memory] * len(self)
         self._cuts.cut(memory, views)
+        return views
+
+    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the elements of each box in ``memory``, a row each. No box may follow."""
+        views = self.views(memory)
         return views if self.are_ranges else [view.reshape(-1) for view in views]
 
     def columns(self) -> Iterator[tuple[int, int, _Steps, _Steps]]:
@@ -133,6 +139,8 @@ class Targets:
         self._runs: list[list[int]] | None = None
         # cuts of each weight, once the boxes are complete
         self._cuts: list[_Cuts] = []
+        # how the boxes are copied, once they are complete
+        self._copied: tuple[list[tuple[int, Lattice]], _Others | None] | None = None
         # numbers of boxes on a device, by what they are
         self._columns: dict[tuple[str, torch.device], torch.Tensor] = {}
         for weight, box in boxes:
@@ -140,11 +148,19 @@ class Targets:
 
     def add(self, weight: Weight, box: Box) -> None:
         """Add a box at the end. Neighbours become one."""
+        number = self._number_of(weight)
+        if not self.boxes.add(box, joins=bool(self.at) and self.at[-1] == number):
+            self.at.append(number)
+
+    def _add_apart(self, weight: Weight, box: Box) -> None:
+        self.at.append(self._number_of(weight))
+        self.boxes.add(box, joins=False)
+
+    def _number_of(self, weight: Weight) -> int:
         number = self._number.setdefault(id(weight.live), len(self.weights))
         if number == len(self.weights):
             self.weights.append(weight)
-        if not self.boxes.add(box, joins=bool(self.at) and self.at[-1] == number):
-            self.at.append(number)
+        return number
 
     @property
     def first(self) -> torch.Tensor:
@@ -172,14 +188,55 @@ class Targets:
         return views if self.boxes.are_ranges else [view.reshape(-1) for view in views]
 
     def copy(self, memories: Sequence[torch.Tensor], row: torch.Tensor) -> None:
-        """Copy ``row`` to each box in ``memories``, one for each weight, in the weight's layout."""
+        """Copy ``row`` to each box in ``memories``, one for each weight, in the weight's layout.
+
+        No box may follow.
+        """
         # at once: for a row of another device or dtype torch would make a copy for each box
         row = row.to(memories[0].device, memories[0].dtype)
-        pieces = row.split([*self.boxes.sizes()])
+        lattices, others = self._ways()
+        for n, (number, lattice) in enumerate(lattices):
+            memory = memories[number]
+            at = self.column(f"lattice {n}", memory.device, lattice.places)
+            lattice.copy(memory, row, at)
+        if others is not None:
+            of, to, numbers = others
+            to._copy_one_by_one([memories[number] for number in numbers], of.views(row))
+
+    def _copy_one_by_one(
+        self, memories: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+    ) -> None:
         if not self.boxes.are_ranges:
             shaped = zip(pieces, self.boxes.shapes, strict=True)
-            pieces = tuple(piece.view(shape) for piece, shape in shaped)
+            pieces = [piece.view(shape) for piece, shape in shaped]
         torch._foreach_copy_(self.views(memories), [*pieces])
+
+    def _ways(self) -> tuple[list[tuple[int, Lattice]], _Others | None]:
+        """Return the lattices among the boxes, each with its weight's number, and the others."""
+        if self._copied is None:
+            of_weight: list[list[Range]] = [[] for _ in self.weights]
+            for n, start in zip(range(len(self.at)), self.bounds(), strict=False):
+                if self.boxes.is_range(n):
+                    (size,) = self.boxes.shapes[n]
+                    of_weight[self.at[n]].append(Range(n, start, self.boxes.offsets[n], size))
+            lattices: list[tuple[int, Lattice]] = []
+            taken: set[int] = set()
+            for number, ranges in enumerate(of_weight):
+                for lattice, numbers in find_lattices(ranges):
+                    lattices.append((number, lattice))
+                    taken.update(numbers)
+            self._copied = lattices, self._others(taken)
+        return self._copied
+
+    def _others(self, taken: Container[int]) -> _Others | None:
+        of, to = Boxes(), Targets()
+        for n, start in zip(range(len(self.at)), self.bounds(), strict=False):
+            if n not in taken:
+                box = Box(self.boxes.offsets[n], self.boxes.shapes[n], self.boxes.strides[n])
+                of.add(Box(start, (box.numel,), (1,)), joins=False)
+                to._add_apart(self.weights[self.at[n]], box)
+        numbers = [self._number[id(weight.live)] for weight in to.weights]
+        return (of, to, numbers) if numbers else None
 
     def bounds(self) -> list[int]:
         """Return where each box begins in the row, and where the last one ends."""
@@ -211,6 +268,10 @@ class Targets:
                 self._runs[-1].append(n)
                 last = weight, start + self.boxes.shapes[n][0]
         return self._runs
+
+
+# boxes of a row, where they go, and the numbers of these weights in another ``Targets``
+_Others = tuple[Boxes, Targets, list[int]]
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
