@@ -90,6 +90,17 @@ def test_kernel_time_is_not_interpreter_time(clock: Clock) -> None:
     assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
 
 
+def test_python_of_a_loader_is_made_up_for(clock: Clock) -> None:
+    """Nothing in a loader calls ``spend``."""
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    own.spend(0)
+    began = clock.now
+    for _ in range(10):
+        clock.work(0.02)
+        own.spend_python()
+    assert clock.now - began == pytest.approx(10 * 0.02 / 0.25, abs=2 * rate._PIECE_S)
+
+
 @pytest.mark.parametrize(
     "own", [RateLimit(1 << 40, lambda: True), RateLimit(0, lambda: True, 0.25)]
 )

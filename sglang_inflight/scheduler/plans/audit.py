@@ -98,9 +98,12 @@ class Audit:
 
         No loader of this thread may be running.
         """
+        self._rate_limit.spend(0)
         for unit in {unit: None for name in self._came if (unit := self._wanted.get(name))}:
             if self.why_not is None and self._came.keys() >= set(unit):
                 self._compare({name: self._came.pop(name) for name in unit})
+                # the loader looks at all of the model's parameters for a few tensors
+                self._rate_limit.spend_python()
 
     def _compare(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._twin is None:

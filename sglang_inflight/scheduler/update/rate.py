@@ -93,12 +93,19 @@ class RateLimit:
 
         A call is cheap. With 0 bytes it still counts the Python since the last call.
         """
-        if not self._bytes_per_s:
-            return
-        owed = max(nbytes / self._bytes_per_s, self._python_s() / self._interpreter_share)
+        if self._bytes_per_s:
+            python_s = min(self._python_s(), _LONGEST_PYTHON_S)
+            self._owe(max(nbytes / self._bytes_per_s, python_s / self._interpreter_share))
+
+    def spend_python(self) -> None:
+        """Sleep for all processor time since the last call: that of a model's loader in Python."""
+        if self._bytes_per_s:
+            self._owe(self._python_s() / self._interpreter_share)
+
+    def _owe(self, seconds: float) -> None:
         # the work's own time counts, but idle time is not saved up
         earliest = time.monotonic() - _PIECE_S
-        self._owed_until = max(self._owed_until, earliest) + owed
+        self._owed_until = max(self._owed_until, earliest) + seconds
         while (left := self._owed_until - time.monotonic()) > _SHORTEST_SLEEP_S:
             if not self._is_busy():
                 self._owed_until = 0.0
@@ -106,12 +113,12 @@ class RateLimit:
             time.sleep(min(left, _LONGEST_SLEEP_S))
 
     def _python_s(self) -> float:
-        """Return this thread's seconds in Python since the last call, at most the known bound."""
+        """Return this thread's processor seconds since the last call."""
         if self._interpreter_share == 1:
             return 0.0
         now, before = time.thread_time(), self._thread_time
         self._thread_time = now
-        return 0.0 if before is None else min(now - before, _LONGEST_PYTHON_S)
+        return 0.0 if before is None else now - before
 
 
 # a limit that keeps nothing back has no state, so threads may share it
