@@ -47,7 +47,8 @@ def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 
 def _is_record(value: object) -> bool:
-    return _is_dataclass(type(value))
+    kind: Any = type(value)
+    return _is_dataclass(kind)
 
 
 @functools.cache
