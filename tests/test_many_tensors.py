@@ -16,6 +16,7 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from harness.server import serve
 from sglang_inflight.messages import DiskSource, DistributedSource, IPCSource, Source, TensorSource
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.sources.stretch import take_none
 from sglang_inflight.vocabulary.sparse import INDICES, VALUES
 from tests.families import row
 from tests.families import tensors as loaded
@@ -152,11 +153,9 @@ class Broadcasts:
         self, expected: Any, check: Callable[[], None], transfer_id: str | None
     ) -> Iterator[Any]:
         for _, tensors in expected:
-            yield [(name, self._filled(name, tensor)) for name, tensor in tensors]
-
-    def _filled(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensor.view(torch.uint8).copy_(self._weights[name].view(torch.uint8))
-        return tensor
+            for name, tensor in tensors(take_none):
+                tensor.view(torch.uint8).copy_(self._weights[name].view(torch.uint8))
+            yield tensors
 
     def mark_taken(self, transfer_id: str) -> None:
         pass
