@@ -30,10 +30,10 @@ class Lattice(NamedTuple):
     """Ranges of one size, in elements."""
 
     size: int
-    # of the row
+    # the first range in the row, and the distance of neighbours
     start: int
     step: int
-    # of the weight, which has ``rows`` of this size from there
+    # the weight has ``rows`` of this size from there
     first: int
     rows: int
     # which of those rows each range is
