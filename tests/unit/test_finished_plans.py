@@ -163,16 +163,21 @@ def unaudited(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- updates ---------------------------------------------------------------------------
 
 
-@MODES
-@pytest.mark.usefixtures("unaudited")
-def test_whole_update_asks_the_loader_for_what_is_finished_alone(mode: StagingMode) -> None:
-    served = Served(mode)
-    assert served.planned == KEPT
+def update_twice(served: Served) -> None:
+    """Update to the versions 1 and 2. The loader is asked for the packed weight alone."""
     for version in (1, 2):
         served.rank.update(checkpoint(version))
         assert asked == ["packed.weight"]
         assert served.serves(checkpoint(version))
         asked.clear()
+
+
+@MODES
+@pytest.mark.usefixtures("unaudited")
+def test_whole_update_asks_the_loader_for_what_is_finished_alone(mode: StagingMode) -> None:
+    served = Served(mode)
+    assert served.planned == KEPT
+    update_twice(served)
     served.rank.roll_back()
     assert served.serves(checkpoint(1))
 
@@ -562,11 +567,7 @@ def copies(layer: Any) -> None:
 def test_weight_whose_memory_finishing_keeps_is_planned(mode: StagingMode, finish: Finish) -> None:
     served = Served(mode, finish=finish)
     assert served.planned == KEPT
-    for version in (1, 2):
-        served.rank.update(checkpoint(version))
-        assert asked == ["packed.weight"]
-        assert served.serves(checkpoint(version))
-        asked.clear()
+    update_twice(served)
     served.rank.update(some(3, "fused.lower"), partial=True)
     assert served.serves(checkpoint(2), some(3, "fused.lower"))
     asked.clear()

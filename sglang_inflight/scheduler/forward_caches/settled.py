@@ -1,4 +1,4 @@
-"""What a search has looked at, for the next one to look at what has changed since."""
+"""Notes what a search has looked at, so that the next one looks at what has changed since."""
 
 from __future__ import annotations
 

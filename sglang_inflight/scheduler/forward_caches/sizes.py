@@ -1,4 +1,4 @@
-"""What shows at little cost that a forward has set an attribute."""
+"""Measures what shows at little cost that a forward has set an attribute."""
 
 from __future__ import annotations
 

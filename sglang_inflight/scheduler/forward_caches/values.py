@@ -1,4 +1,4 @@
-"""What a value of an attribute may hold: tensors, plain data, or nothing."""
+"""Looks into the values of attributes: they hold tensors, plain data, or nothing."""
 
 from __future__ import annotations
 
