@@ -165,9 +165,26 @@ class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
     keeps_buffer: bool = False
 
 
+class PartsSource(msgspec.Struct, tag=True, kw_only=True):
+    """The part of each tensor that a rank uses (``plans/parts.py``), by an extension's wire."""
+
+    wire: str
+    # the wire's own message
+    body: bytes
+    # the group by which the parts come, and the id of what comes
+    group_name: str
+    transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+
+
 # sources of a checkpoint's tensors, for a model's own loader
 LoadedSource = (
-    DiskSource | SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
+    DiskSource
+    | SparseFolderSource
+    | TensorSource
+    | DistributedSource
+    | IPCSource
+    | GPUMemorySource
+    | PartsSource
 )
 Source = LoadedSource | SavedFolderSource
 

@@ -24,6 +24,7 @@ from sglang_inflight.scheduler.plans.moves import (
     can_locate,
     without_repeats,
 )
+from sglang_inflight.scheduler.plans.parts import Parts, parts_of
 from sglang_inflight.scheduler.plans.patches import patches_of
 from sglang_inflight.scheduler.plans.plan import Plan, cast
 from sglang_inflight.scheduler.plans.recorder import Planned
@@ -59,7 +60,9 @@ class Replay:
         """``weights``: those of the model, by name. ``planned``: the planned ones, also those that
         another model owns.
         """
-        self._plan = plan
+        self._plan = self._whole_plan = plan
+        # made for the first call with parts
+        self._parts: Parts | None = None
         self.audit = audit
         self.planned = planned
         self._weights = {place: weights[place] for place in plan.writers}
@@ -102,8 +105,18 @@ class Replay:
         self._elements = self._owed = 0
         self.audit.forget()
 
-    def begin_call(self, *, check_finite: bool) -> None:
+    @property
+    def parts(self) -> Parts:
+        """The parts of tensors that this rank uses."""
+        if self._parts is None:
+            self._parts = parts_of(self._whole_plan, self._whole_plan.by_loader)
+        return self._parts
+
+    def begin_call(self, *, check_finite: bool, by_parts: bool = False) -> None:
+        """``by_parts``: the call brings ``parts`` of tensors. Others are not taken."""
         self._check_finite = check_finite
+        # both write the same places, so that what came by one has come for the other
+        self._plan = self.parts.plan if by_parts else self._whole_plan
 
     def end_call(self) -> None:
         """Move what waits, and audit. Raise ``Refused`` for a wrong value, ``Differs``."""
@@ -141,7 +154,7 @@ class Replay:
             return False
         is_again = name in self._came
         if not is_again and self.audit.wants(name):
-            self.audit.take(name, tensor)
+            self._audit(name, tensor)
         self._came.add(name)
         size = tensor.numel()
         if moves and size:
@@ -179,12 +192,21 @@ class Replay:
                 names = enumerate(stretch.names)
                 those = [at for at, name in names if isinstance(name, str) and name in wanted]
                 for name, tensor in stretch.tensors(row, those):
-                    self.audit.take(name, tensor)
+                    self._audit(name, tensor)
             self.flush()
             bulk.move(row, self._form)
             self._rate_limit.spend(bulk.nbytes)
         self._came |= bulk.names
         return bulk
+
+    def _audit(self, name: str, tensor: torch.Tensor) -> None:
+        shape = self._whole_plan.kinds[name].shape
+        if tensor.shape != shape:
+            # the loader takes a whole tensor, and the moves look at nothing beside the part
+            whole = tensor.new_zeros(shape)
+            whole[self.parts.wanted[name].slices()] = tensor
+            tensor = whole
+        self.audit.take(name, tensor)
 
     def take_sparse(self, sparse: Sparse) -> bool:
         """Move some elements of a tensor, at the latest in ``end_call``.

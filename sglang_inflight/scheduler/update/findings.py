@@ -66,6 +66,7 @@ from sglang_inflight.vocabulary.errors import (
     Unproven,
     describe,
 )
+from sglang_inflight.vocabulary.regions import Region
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -181,6 +182,16 @@ class Findings:
     def may_be_proven_later(self) -> bool:
         """Whether the proof failed for a reason that may pass."""
         return self.unproven is not None and self._may_be_proven_later
+
+    @property
+    def kinds(self) -> Mapping[str, PlanKind]:
+        """Shapes and dtypes of the tensors in the start's checkpoint, once it was read."""
+        return self._kinds
+
+    @functools.cached_property
+    def whole(self) -> Mapping[str, Region]:
+        """All of each tensor in the start's checkpoint, once it was read."""
+        return {name: Region.whole(kind.shape) for name, kind in self._kinds.items()}
 
     def find_plan(
         self,

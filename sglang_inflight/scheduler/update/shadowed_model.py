@@ -26,6 +26,7 @@ from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     LoadedSource,
+    PartsSource,
     TensorSource,
     is_sparse,
 )
@@ -43,6 +44,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Write,
     without_threads,
 )
+from sglang_inflight.scheduler.update.checks.parts import refuse_parts, refuse_unused
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
     why_not_loaded,
@@ -83,6 +85,7 @@ from sglang_inflight.vocabulary.errors import (
     Refused,
     list_names,
 )
+from sglang_inflight.vocabulary.regions import Region
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -151,6 +154,26 @@ class ShadowedModel:
 
         # what came before is read if it comes again
         return Wanted(reads, None if replay.has_moved else replay)
+
+    @property
+    def parts(self) -> Mapping[str, Region]:
+        """The part of each tensor of the checkpoint that this rank uses, since the last update.
+
+        Tensors that it does not use at all are missing. Raises ``Conflict`` if no update has begun,
+        and ``Refused`` if no one knows the checkpoint's tensors.
+        """
+        findings = self.findings
+        if self._kind is None or (findings.plan is not None and self._replay is None):
+            raise Conflict(
+                f"nothing has found yet what this rank uses of the {self.role} model's tensors: "
+                "begin an update first"
+            )
+        if not findings.kinds:
+            raise Refused(
+                f"the {self.role} model's checkpoint is not on this machine in safetensors, so "
+                "nothing says which part of its tensors this rank uses: send whole tensors"
+            )
+        return findings.whole if self._replay is None else self._replay.parts.wanted
 
     def take(self, stretch: Stretch, row: torch.Tensor | None) -> Bulk | None:
         """Move the planned tensors of a stretch, as ``Replay.take_bulk`` does.
@@ -468,8 +491,12 @@ class ShadowedModel:
             rate_limit=rate_limit,
             communicates=kind.communicates,
         )
+        by_parts = isinstance(source, PartsSource)
+        shapes = self.findings.checkpoint_shapes if is_checkpoint else {}
+        if by_parts:
+            shapes = {name: torch.Size(part.sizes) for name, part in self.parts.items()}
         checks = TensorChecks(
-            checkpoint_shapes=self.findings.checkpoint_shapes if is_checkpoint else {},
+            checkpoint_shapes=shapes,
             dataflow=dataflow,
             takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
             takes_floats_only=self._takes_floats_only,
@@ -480,7 +507,7 @@ class ShadowedModel:
         )
         replay = self._replay if is_checkpoint else None
         if replay is not None:
-            replay.begin_call(check_finite=check_finite)
+            replay.begin_call(check_finite=check_finite, by_parts=by_parts)
         if is_sparse(source):
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
             found = pair_up(weights, self.findings.checkpoint_shapes, said)
@@ -489,7 +516,9 @@ class ShadowedModel:
         self._checks = checks
         self._takes_bulk = replay
         weights = checks.count(weights)
-        if is_checkpoint:
+        if by_parts:
+            weights = refuse_unused(weights, self.parts, self.findings.kinds)
+        elif is_checkpoint:
             weights = self._quantizer.quantize(
                 weights,
                 check_finite=check_finite,
@@ -498,6 +527,8 @@ class ShadowedModel:
             )
         if replay is not None:
             weights = self._without_planned(weights, replay, checks)
+        if by_parts:
+            weights = refuse_parts(weights, self.findings.kinds, self.role)
         watched = checks.watch(weights, again=self._held)
         try:
             # Restoring may replace parameters, so restore before the loader looks them up. But
@@ -518,6 +549,9 @@ class ShadowedModel:
                 replay.end_call()
                 self.on_audit(replay.audit.take_count(), 0)
             self._held = checks.finish()
+            if by_parts:
+                # nothing of the others is ever sent
+                checks.names |= self.findings.kinds.keys() - self.parts.keys()
         except Differs as difference:
             self._leave_to_loader(difference)
             raise Refused(str(difference)) from None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     GPUMemorySource,
     IPCSource,
     LoadedSource,
+    PartsSource,
     SparseFolderSource,
     TensorSource,
     has_custom_loader,
@@ -42,6 +44,8 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take, take_none
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.regions import Region
 
 
 class ReadsDisk(Protocol):
@@ -56,8 +60,37 @@ class ReadsDisk(Protocol):
     def wanted(self) -> Wanted:
         """The stored tensors that the open update uses."""
 
+    @property
+    def parts(self) -> Mapping[str, Region]:
+        """The part of each tensor that the open update uses."""
+
 
 Model = TypeVar("Model", bound=ReadsDisk)
+
+
+class ReadParts(Protocol):
+    """Receives parts of tensors by one wire, on the staging thread."""
+
+    def __call__(
+        self,
+        source: PartsSource,
+        models: Sequence[Any],
+        parts: Mapping[str, Region],
+        groups: Groups,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> Weights:
+        """Yield each tensor of one call that has ``parts``, as large as its part.
+
+        The tensors stay readable until the call's end.
+
+        ``parts``: what this rank uses of each tensor, for the ``models`` of the call (class
+        ``ShadowedModel``). ``check`` raises to give up.
+        """
+
+
+# each makes a wire of one rank, and names it
+WIRES: Joint[Callable[[], tuple[str, ReadParts]]] = Joint("wires")
 
 
 class Reader:
@@ -74,6 +107,8 @@ class Reader:
         self._device = device
         self._rate_limit = rate_limit
         self._gpu_memory = GPUMemory(device)
+        # once parts of tensors come
+        self._wires: dict[str, ReadParts] | None = None
         self._ways: dict[type, Callable[[Any, Update, Take], Batches]] = {
             TensorSource: self._from_tensors,
             DistributedSource: self._from_broadcasts,
@@ -103,6 +138,9 @@ class Reader:
         """
         if isinstance(source, DiskSource):
             yield from self._from_disk(models, update, source, arrivals, take)
+            return
+        if isinstance(source, PartsSource):
+            yield from self._by_parts(models, update, source)
             return
         if isinstance(source, SparseFolderSource):
             batches = self._from_sparse_folder(models, update, source, require_base)
@@ -152,6 +190,25 @@ class Reader:
             yield model, arrivals.watch(weights)
             arrivals.end_reading()
 
+    def _by_parts(
+        self, models: Sequence[Model], update: Update, source: PartsSource
+    ) -> Iterator[tuple[Model, Weights]]:
+        """Yield the parts of tensors. A target and a draft may use different ones of a tensor."""
+        if self._wires is None:
+            self._wires = dict(make() for make in WIRES)
+        if (wire := self._wires.get(source.wire)) is None:
+            raise Refused(f"parts of tensors come by {source.wire!r}, which is not known here")
+        of_each = [model.parts for model in models]
+        parts = parts_of_all(of_each)
+        received = wire(source, models, parts, self._groups, self._device, update.check)
+        if len(models) == 1:
+            yield models[0], received
+            return
+        with closing(received):
+            for batch in in_parts(received, MOST_BYTES):
+                for model, own in zip(models, of_each, strict=True):
+                    yield model, _cut_out(batch, parts, own)
+
     def _from_sparse_folder(
         self,
         models: Sequence[Model],
@@ -192,3 +249,24 @@ class Reader:
         return with_whole_modules(
             receive_ipc(source, self._device, update.check, self._rate_limit, take, self._listings)
         )
+
+
+def parts_of_all(of_each: Sequence[Mapping[str, Region]]) -> Mapping[str, Region]:
+    """Return what one of several models uses of each tensor, or more."""
+    if len(of_each) == 1:
+        return of_each[0]
+    found: dict[str, Region] = {}
+    for parts in of_each:
+        for name, region in parts.items():
+            found[name] = region if name not in found else found[name].around(region)
+    return found
+
+
+def _cut_out(
+    batch: Sequence[tuple[str, torch.Tensor]],
+    parts: Mapping[str, Region],
+    own: Mapping[str, Region],
+) -> Weights:
+    for name, tensor in batch:
+        if name in own:
+            yield name, tensor[own[name].seen_from(parts[name]).slices()]
