@@ -3,10 +3,11 @@
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
 
-``Sender`` broadcasts a trainer's weights to one server or many. ``changes_since``, ``Snapshot`` and
-``write_changes`` find and write what a version changes. ``digests`` says what is sent, for the
-server to compare. These need torch. ``layout_digest`` names the layout of tensors, so that it is
-sent once. ``spans`` reads each token's version from an answer.
+``Sender`` broadcasts a trainer's weights to one server or many, and ``ShardSender`` sends those of
+a sharded trainer. ``changes_since``, ``Snapshot`` and ``write_changes`` find and write what a
+version changes. ``digests`` says what is sent, for the server to compare. These need torch.
+``layout_digest`` names the layout of tensors, so that it is sent once. ``spans`` reads each token's
+version from an answer.
 """
 
 from sglang_inflight.client.answers import NoAnswer, Session, WrongAnswer
@@ -19,6 +20,7 @@ from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.returning import CaughtUp, FleetTable, VersionUnclear
 from sglang_inflight.client.sender import GroupFailed, Sender
+from sglang_inflight.client.shard_sender import Shard, ShardSender
 from sglang_inflight.client.spans import (
     Span,
     cover_exactly,
@@ -65,6 +67,8 @@ __all__ = [
     "Sender",
     "Served",
     "Session",
+    "Shard",
+    "ShardSender",
     "Snapshot",
     "Span",
     "StagedSoFar",

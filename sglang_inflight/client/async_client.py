@@ -7,7 +7,7 @@ import functools
 import logging
 import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Literal, Unpack
 
@@ -154,6 +154,18 @@ class AsyncClient:
     async def loads(self) -> Json:
         """Return SGLang's ``/v1/loads``: requests and tokens of each replica."""
         return await self._call("GET", "/v1/loads?include=core", attempts=ATTEMPTS)
+
+    async def plan(self, *, known: Sequence[str] = ()) -> Json:
+        """Return what each rank uses of each tensor (docs/api.md, "What each rank uses").
+
+        A rank whose digest is ``known`` says no more than that. Raises ``Conflict`` before the
+        server's first update.
+        """
+        query = httpx.QueryParams([("known", digest) for digest in known])
+        patience = self.timeout_s + UPDATE_S
+        return await self._call(
+            "GET", f"/inflight/plan?{query}", attempts=ATTEMPTS, patience_s=patience
+        )
 
     async def wait_for(
         self,

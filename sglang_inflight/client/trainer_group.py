@@ -1,7 +1,8 @@
-"""A process group of a trainer (rank 0) and the ranks of its servers."""
+"""A process group of a trainer's ranks, or of its rank 0, and the ranks of its servers."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ T = TypeVar("T")
 # time for an abandoned broadcast to fail after its receivers have left
 FAILS_S = 2.0
 POLL_S = 0.001
+_FAILED = "inflight/failed"
 # torch keeps a backend's addresses under this device's name
 _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 
@@ -41,27 +43,47 @@ class TrainerGroup:
     closes the store to end these threads.
     """
 
-    def __init__(self, name: str, ranks: int, *, backend: Backend, timeout_s: float) -> None:
-        """Listen for ``ranks`` ranks of servers. ``timeout_s`` is the time limit of forming."""
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        *,
+        backend: Backend,
+        timeout_s: float,
+        rank: int = 0,
+        trainers: int = 1,
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        """Listen for ``ranks`` ranks of servers. ``timeout_s`` is the time limit of forming.
+
+        Of ``trainers`` ranks this is ``rank``. All but rank 0 connect to ``master``, where rank 0
+        listens: its address and ``port``.
+        """
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._size = 1 + ranks
+        self._size = trainers + ranks
+        self._rank = rank
         self._backend: Backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         here = "127.0.0.1"
-        self._master: TCPStore | None = TCPStore(
-            here, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
-        self.port: int = self._master.port
+        self._master: TCPStore | None = None
+        if master is None:
+            self._master = TCPStore(
+                here, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+            )
+            master = here, self._master.port
+        self.port: int = master[1]
         # not the master itself: a thread stuck in torch would keep the master listening
-        self._store: Store = TCPStore(
-            here, self.port, wait_for_workers=False, timeout=self._timeout
-        )
+        self._store: Store = TCPStore(*master, wait_for_workers=False, timeout=self._timeout)
+        # another connection: a call waits for one of another thread, and forming may wait long
+        self._words = TCPStore(*master, wait_for_workers=False, timeout=self._timeout)
         for prefix in (name, f"{name}/", f"{_DEVICE[backend]}/"):
             self._store = PrefixStore(prefix, self._store)
         # a backend of torch's, untyped
         self._formed: Any = None
         self._work: Work | None = None
+        # sends that have not ended
+        self._sends: list[Future[None]] = []
 
     def address_for(self, server: str) -> str:
         """Return this machine's address on its route to the server's URL."""
@@ -83,13 +105,15 @@ class TrainerGroup:
             import torch.distributed as dist
 
             if self._backend == "gloo":
-                self._formed = dist.ProcessGroupGloo(self._store, 0, self._size, self._timeout)
+                self._formed = dist.ProcessGroupGloo(
+                    self._store, self._rank, self._size, self._timeout
+                )
                 return
             options = dist.ProcessGroupNCCL.Options()
             # callers limit their waits themselves: NCCL's own timeout ends the process
             options._timeout = NEVER
             with errors_cost_the_group_only():
-                self._formed = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
+                self._formed = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
 
         return _in_thread(meet)
 
@@ -113,6 +137,45 @@ class TrainerGroup:
 
         return is_sent
 
+    def fail(self, why: str) -> None:
+        """Have ``why_failed`` say ``why`` on all ranks of the trainer."""
+        with contextlib.suppress(RuntimeError):
+            self._words.set(_FAILED, why)
+
+    def why_failed(self) -> str | None:
+        """Return why another rank of the trainer has failed, or rank 0's store; None if neither."""
+        try:
+            return self._words.get(_FAILED).decode() if self._words.check([_FAILED]) else None
+        except RuntimeError as error:
+            return f"rank 0 of the trainer is gone: {error}"
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> Future[None]:
+        """Start to send ``tensor`` to the rank ``receiver`` of the group.
+
+        The future is done when the rank has received it, or fails with ``RuntimeError``. Until then
+        the tensor must not change.
+        """
+        assert self._formed is not None
+        group = self._formed
+        stream = _stream_of(tensor)
+
+        def send() -> None:
+            import torch
+
+            if stream is None:
+                group.send([tensor], receiver, 0).wait()
+                return
+            with torch.cuda.stream(stream):
+                # the receiver does so, too: NCCL then uses the group's communicator
+                group._start_coalescing(tensor.device)
+                group.send([tensor], receiver, 0)
+                group._end_coalescing(tensor.device).wait()
+            stream.synchronize()
+
+        sent = _in_thread(send)
+        self._sends = [each for each in self._sends if not each.done()] + [sent]
+        return sent
+
     def _begin(self, tensor: torch.Tensor) -> Callable[[], Work]:
         import torch
         import torch.distributed as dist
@@ -120,8 +183,7 @@ class TrainerGroup:
         assert self._formed is not None
         group, options = self._formed, dist.BroadcastOptions()
         options.rootRank = 0
-        # taken here: the current stream is a thread's own
-        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        stream = _stream_of(tensor)
 
         def begin() -> Work:
             with torch.cuda.stream(stream):
@@ -142,11 +204,20 @@ class TrainerGroup:
 
     def _is_quiet(self) -> bool:
         deadline = time.monotonic() + FAILS_S
-        while self._work is not None and not self._work.is_completed():
+        while not all(sent.done() for sent in self._sends) or not (
+            self._work is None or self._work.is_completed()
+        ):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
         return True
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """Return the stream of ``tensor``, for another thread: the current stream is a thread's own."""
+    import torch
+
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:

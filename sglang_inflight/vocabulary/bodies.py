@@ -267,6 +267,16 @@ class DistributedBody(LaidOutBody, kw_only=True):
             )
 
 
+class PartsBody(UpdateBody, kw_only=True):
+    sglang = None
+
+    # an extension's name for it, such as "shards"
+    wire: str
+    group_name: str = DEFAULT_GROUP
+    # base64 in JSON
+    body: bytes
+
+
 class IPCBody(UpdateBody, kw_only=True):
     sglang = "UpdateWeightsFromIPCReqInput"
 

@@ -44,6 +44,7 @@ from sglang_inflight.vocabulary.bodies import (
     LoadTensorsBody,
     NameBody,
     NoBody,
+    PartsBody,
     PauseBody,
     ReleaseMemoryBody,
     ResumeMemoryBody,
@@ -162,6 +163,14 @@ _ROWS = (
         positional=("zmq_handles", "flush_cache"),
         answers_pair=True,
         doc="Update from a checkpoint-engine process. docs/api.md has a table of the fields.",
+    ),
+    Call(
+        name="update_weights_from_parts",
+        path="/inflight/update_weights_from_parts",
+        body=PartsBody,
+        answers=(Receipt, StagedSoFar),
+        positional=None,
+        doc="Update by the part of each tensor that each rank uses, by an extension's wire.",
     ),
     Call(
         name="begin_weight_update",

@@ -27,6 +27,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     from sglang_inflight.extensions.fleet import fleet_version as fleet
     from sglang_inflight.extensions.memory import front_end as memory
     from sglang_inflight.extensions.saves import front_end as saves
+    from sglang_inflight.extensions.shards import front_end as shards
     from sglang_inflight.extensions.transparent.windows import Transparent
 
     classes: dict[str, Any] = {
@@ -38,10 +39,14 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     nothing: Any = SimpleNamespace()
     direct = direct_handlers(nothing, **by_class, ask_status=nothing)
     front_end: Any = SimpleNamespace(
-        ranks=None, settings=SETTINGS, part=lambda kind: kind.__new__(kind)
+        ranks=None,
+        settings=SETTINGS,
+        part=lambda kind: kind.__new__(kind),
+        updates=by_class["updates"],
     )
     for add in (
         saves.add_handlers,
+        shards.add_handlers,
         memory.add_handlers,
         add_handlers,
         fleet.add_handler,

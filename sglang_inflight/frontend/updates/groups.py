@@ -15,6 +15,7 @@ from sglang_inflight.messages import (
     JoinGroupCall,
     LeaveGroupCall,
     MeetBy,
+    PartsSource,
     Source,
 )
 from sglang_inflight.settings import Settings
@@ -74,6 +75,10 @@ class Groups:
         wait for the repeated call. So the group's next call must be that one: another call would
         receive the waiting broadcast under its own names.
         """
+        if isinstance(source, PartsSource):
+            async with self.in_step_by_name(source.group_name, source.transfer_id):
+                yield
+            return
         if not isinstance(source, DistributedSource):
             yield
             return

@@ -19,6 +19,7 @@ from sglang_inflight.messages import (
     DistributedSource,
     IPCSource,
     KVPolicy,
+    PartsSource,
     SavedFolderSource,
     Selector,
     Source,
@@ -34,6 +35,7 @@ from sglang_inflight.vocabulary.bodies import (
     IPCBody,
     LaidOutBody,
     OnBusy,
+    PartsBody,
     TensorBody,
     UpdateBody,
     choose_kv_policy,
@@ -80,6 +82,11 @@ def _layout_of(body: LaidOutBody) -> dict[str, Any]:
         # a layout of no tensors needs no name
         "layout_digest": None if body.names == [] else body.layout_digest,
     }
+
+
+@source_of.register
+def _(body: PartsBody) -> Source:
+    return PartsSource(wire=body.wire, body=body.body, group_name=body.group_name)
 
 
 @source_of.register

@@ -28,6 +28,7 @@ from sglang_inflight.scheduler.groups.process_group import (
     launches,
 )
 from sglang_inflight.scheduler.groups.rendezvous import Rendezvous
+from sglang_inflight.scheduler.groups.waited_for import WaitedFor
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.topology import own_index
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC
@@ -52,8 +53,14 @@ T = TypeVar("T")
 class _Transfer(Generic[T]):
     """The broadcasts of one call, in order: the buffer of each, and its content."""
 
-    def __init__(self, expected: Iterator[tuple[torch.Tensor, T]]) -> None:
+    def __init__(
+        self,
+        expected: Iterator[tuple[torch.Tensor, T]],
+        begin: Callable[[torch.Tensor, T], dist.Work | None],
+    ) -> None:
+        """``begin`` begins to receive into a buffer."""
         self._expected = expected
+        self._begin = begin
         self._next: tuple[torch.Tensor, T] | None = None
         self._posted: deque[tuple[torch.Tensor, T]] = deque()
         self._bytes = 0
@@ -71,6 +78,13 @@ class _Transfer(Generic[T]):
         buffer, _ = self._next
         is_full = self._bytes + buffer.nbytes > window_bytes or len(self._posted) >= WINDOW_COUNT
         return None if self._posted and is_full else buffer
+
+    def begin_next(self) -> dist.Work:
+        """Begin to receive into the buffer that ``find_next`` has returned."""
+        assert self._next is not None
+        begun = self._begin(*self._next)
+        assert begun is not None
+        return begun
 
     def note_posted(self) -> None:
         assert self._next is not None
@@ -138,6 +152,21 @@ class Group:
         # destroyed, aborted or lost: not to be touched
         self._is_gone = False
 
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group. The trainer's ranks are the first."""
+        # not by this process's rank in its own world
+        return int(self._group.rank())
+
+    def begin_from(self, source: int, buffer: torch.Tensor) -> dist.Work | None:
+        """Begin to receive into ``buffer`` what rank ``source`` sends to this rank."""
+        if launches(dist.get_backend(self._group)):
+            # in a batch NCCL uses the group's communicator, and makes none for each pair of ranks
+            of_source = dist.P2POp(dist.irecv, buffer, source, self._group)
+            return dist.batch_isend_irecv([of_source])[0]
+        work = dist.irecv(buffer, src=source, group=self._group)
+        return None if work is None else WaitedFor(work)
+
     def receives_on(self, device: torch.device) -> torch.device:
         """Return where to receive tensors for ``device``: a backend of the host's writes there."""
         return device if launches(dist.get_backend(self._group)) else torch.device("cpu")
@@ -184,9 +213,9 @@ class Group:
             transfer: _Transfer[Any] | None = None
             failure = None
             try:
-                transfer = _Transfer(expected())
+                transfer = _Transfer(expected(), self._begin_broadcast)
                 while (buffer := transfer.find_next(WINDOW_BYTES)) is not None:
-                    self._post(buffer)
+                    self._post(transfer, buffer)
                     transfer.note_posted()
             except Exception as error:
                 failure = error
@@ -220,8 +249,12 @@ class Group:
         expected: Iterator[tuple[torch.Tensor, T]],
         check: Callable[[], None],
         transfer_id: str | None = None,
+        *,
+        begin: Callable[[torch.Tensor, T], dist.Work | None] | None = None,
     ) -> Iterator[T]:
         """Fill each of the ``expected`` tensors with the trainer's next broadcast.
+
+        ``begin`` begins to receive otherwise than by a broadcast of rank 0.
 
         If the loop has posted the first broadcasts for ``transfer_id``, their buffers are filled
         instead. Yields a tensor's content once it is filled. Raises the errors of ``check`` while
@@ -229,7 +262,9 @@ class Group:
         """
         self._refuse_if_broken()
         with self._broken_by_failure():
-            transfer = self._take_ahead(transfer_id) or _Transfer(expected)
+            transfer = self._take_ahead(transfer_id)
+            if transfer is None:
+                transfer = _Transfer(expected, begin or self._begin_broadcast)
         while True:
             self._refuse_if_broken()
             with self._broken_by_failure():
@@ -265,25 +300,28 @@ class Group:
         window = WINDOW_BYTES if launches(dist.get_backend(self._group)) else 0
         while (buffer := transfer.find_next(window)) is not None:
             if not self._has_met:
-                self._meet(buffer, check)
+                self._meet(transfer, buffer, check)
             else:
                 with self._in_use:
-                    self._post(buffer)
+                    self._post(transfer, buffer)
             transfer.note_posted()
 
-    def _post(self, buffer: torch.Tensor) -> None:
-        self._refuse_if_left()
-        begun = dist.broadcast(buffer, src=0, group=self._group, async_op=True)
-        assert begun is not None
-        self._unfinished.append((begun, buffer))
+    def _begin_broadcast(self, buffer: torch.Tensor, _: object) -> dist.Work | None:
+        return dist.broadcast(buffer, src=0, group=self._group, async_op=True)
 
-    def _meet(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+    def _post(self, transfer: _Transfer[Any], buffer: torch.Tensor) -> None:
+        self._refuse_if_left()
+        self._unfinished.append((transfer.begin_next(), buffer))
+
+    def _meet(
+        self, transfer: _Transfer[Any], tensor: torch.Tensor, check: Callable[[], None]
+    ) -> None:
         """Begin the first broadcast, on an abandonable thread."""
 
         def begin() -> None:
             work: dist.Work | None = None
             try:
-                work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+                work = transfer.begin_next()
             finally:
                 with self._in_use:
                     self._is_meeting = False
