@@ -16,11 +16,18 @@ def run(
     *arguments: str,
     status: int = 0,
     env: Mapping[str, str] | None = None,
+    processes: int | None = None,
 ) -> list[str]:
-    """Run an example to its end, check its exit status, and return the printed lines."""
+    """Run an example to its end, check its exit status, and return the printed lines.
+
+    ``processes``: of ``torchrun``, which starts them on one machine.
+    """
+    by = ["-m"]
+    if processes is not None:
+        by = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     log = folder / f"{example}.log"
     with log.open("wb") as sink:
-        process = start(["-m", f"examples.{example}", *arguments], output=sink, env=env, cwd=ROOT)
+        process = start([*by, f"examples.{example}", *arguments], output=sink, env=env, cwd=ROOT)
         try:
             ended = process.wait(TIMEOUT_S)
         finally:
