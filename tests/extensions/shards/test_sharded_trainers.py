@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import Server
+from harness.server import Server, serve
 from sglang_inflight.client import Client, Sender
 from sglang_inflight.client.shard_sender import GROUP_NAME
 from sglang_inflight.vocabulary.shards import Shards, read_shards
 from tests.extensions.shards.trainer import (
     BY_HAND,
     LAYOUTS,
+    MODELS,
     Failed,
     Tensors,
     digests_of,
@@ -25,7 +27,9 @@ from tests.extensions.shards.trainer import (
     ranks_of,
     trainer,
 )
+from tests.support import moe
 from tests.support.load import ENDLESS, start_running
+from tests.support.plugins import with_plugin
 from tests.support.updates import expect_served, expect_to_run_on
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -69,6 +73,43 @@ def test_shards_serve_what_whole_tensors_would(
                 assert sent["digests"] == expected, layout
 
 
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("marker", ("--pp-size", "2")),
+        ("moe", ("--tp-size", "2")),
+        ("moe", ("--tp-size", "2", "--ep-size", "2")),
+    ],
+    ids=["stages", "experts cut in two", "experts of two ranks"],
+)
+def test_each_rank_gets_its_stage_and_its_experts(
+    model: str, flags: Sequence[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "v0"
+    config = moe.CONFIG if model == "moe" else marker.CONFIG
+    marker.write(folder, MODELS[model](0), config)
+    tensors = dict(MODELS[model](1))
+    make_random(0, tensors)
+    # SGLang's own experts need a GPU
+    env = with_plugin("experts") if model == "moe" else {}
+    with serve(folder, *flags, log=tmp_path / "log", env=env) as server:
+        with Client(server.url) as client, Sender(client) as sender:
+            expected = digests_of(sender.send(tensors.items(), weight_version="whole"))
+            sender.send(MODELS[model](2).items(), weight_version="another")
+        with trainer(server.url, 2) as sharded:
+            sent = sharded.send(layout="rows", version=1, change=make_random, model=model)[0]
+        assert sent["digests"] == expected
+        uses = [
+            sum(held.regions[0].numel for held in read_shards(_shards(rank)).values())
+            for rank in plan_of(server)
+        ]
+    assert max(uses) < 0.8 * sum(tensor.numel() for tensor in tensors.values())
+
+
+def _shards(rank: dict[str, Any]) -> Shards:
+    return Shards(rank["digest"], base64.b64decode(rank["lines"]))
+
+
 def test_group_that_is_not_formed_is_an_error_on_every_rank(server: Server) -> None:
     with (
         Client(server.url) as client,
@@ -89,7 +130,7 @@ def test_rank_says_what_it_uses(tp2_server: Server) -> None:
         sharded.send(layout="one", version=1)
     ranks = plan_of(tp2_server)
     assert [(rank["rank"], rank["tp_rank"]) for rank in ranks] == [(0, 0), (1, 1)]
-    uses = [read_shards(Shards(r["digest"], base64.b64decode(r["lines"]))) for r in ranks]
+    uses = [read_shards(_shards(rank)) for rank in ranks]
     whole = marker.tensors(0)
     for name, tensor in whole.items():
         # each rank uses a part, and both together all, or each uses all

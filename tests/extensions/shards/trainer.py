@@ -24,6 +24,7 @@ from harness import marker
 from sglang_inflight.client import Client, shard_sender
 from sglang_inflight.client.shard_sender import Shard as Told
 from sglang_inflight.client.shard_sender import ShardSender
+from tests.support import moe
 
 Tensors = dict[str, Any]
 # a busy machine starts processes slowly
@@ -56,6 +57,10 @@ LAYOUTS = {
     "rows and columns": Layout((2, 2), _rows_and_columns),
     "replicas of rows": Layout((2, 2), lambda dims: [Replicate(), Shard(0)]),
     "rows twice": Layout((2, 2), lambda dims: [Shard(0), Shard(0)]),
+}
+MODELS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
+    "marker": marker.tensors,
+    "moe": moe.tensors,
 }
 # told by hand: each rank has some rows, as Megatron's ranks do
 BY_HAND = "by hand"
@@ -110,9 +115,10 @@ def _send(
     change: Callable[[int, Tensors], None] = lambda rank, tensors: None,
     dies: tuple[int, int] | None = None,
     on_busy: str = "wait",
+    model: str = "marker",
 ) -> Any:
     """``dies``: a rank, and the number of buckets after which it is killed."""
-    tensors = dict(marker.tensors(version))
+    tensors = dict(MODELS[model](version))
     change(rank, tensors)
     shards = held(layout, tensors, rank)
     if dies is not None and dies[0] == rank:
