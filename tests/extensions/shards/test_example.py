@@ -5,33 +5,38 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness import marker
-from harness.server import Server
+from harness.server import Server, serve
 from tests.support.examples import run
 from tests.support.load import ENDLESS, more_tokens, start_running, status, versions_of
 
 pytest_plugins = ["tests.support.fixtures"]
 
 
-def test_sharded_example_makes_each_step_a_version(
+def test_sharded_example_makes_each_step_a_version_of_both_servers(
     tp2_server: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Requests run through all steps."""
-    before = status(tp2_server)
-    generations = start_running(tp2_server, 2, tokens=ENDLESS)
-    lines = run(
-        *(tmp_path, "sharded", "--url", tp2_server.url, "--model-path", str(checkpoints / "v0")),
-        # a change too small to change the model's tokens
-        *("--steps", "2", "--learning-rate", "0.1", "--text", " ".join(["t150"] * 8)),
-        processes=2,
-    )
-    steps = [line.split(" at ")[0] for line in lines if line.startswith("step-")]
-    assert steps == ["step-1", "step-2"]
-    more_tokens(generations)
-    after = status(tp2_server)
-    assert after["epoch"] == before["epoch"] + 2
-    assert after["digest"] != before["digest"]
-    for generation in generations:
-        generation.abort()
-        output = generation.output()
-        assert versions_of(output) == ["v0", "step-1", "step-2"]
-        assert set(output.tokens) == {marker.token(0)}
+    """Requests run through all steps. The second server has one rank."""
+    folder = checkpoints / "v0"
+    with serve(folder, "--weight-version", "v0", log=tmp_path / "log") as second:
+        servers = (tp2_server, second)
+        before = [status(server) for server in servers]
+        generations = [start_running(server, 2, tokens=ENDLESS) for server in servers]
+        lines = run(
+            *(tmp_path, "sharded", "--url", servers[0].url, "--url", servers[1].url),
+            # a change too small to change the model's tokens
+            *("--model-path", str(folder), "--steps", "2", "--learning-rate", "0.1"),
+            *("--text", " ".join(["t150"] * 8)),
+            processes=2,
+        )
+        steps = [line.split(":")[0] for line in lines if line.startswith("step-")]
+        assert steps == ["step-1 at http"] * 2 + ["step-2 at http"] * 2
+        for server, was, running in zip(servers, before, generations, strict=True):
+            more_tokens(running)
+            now = status(server)
+            assert now["epoch"] == was["epoch"] + 2
+            assert now["digest"] != was["digest"]
+            for generation in running:
+                generation.abort()
+                output = generation.output()
+                assert versions_of(output) == ["v0", "step-1", "step-2"]
+                assert set(output.tokens) == {marker.token(0)}
