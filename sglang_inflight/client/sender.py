@@ -20,7 +20,7 @@ from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.changes import Snapshot
 from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.client.report import FleetRefused, Report
-from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
+from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup, choose_backend
 from sglang_inflight.vocabulary.answers import Receipt
 from sglang_inflight.vocabulary.errors import RankFailed, Refused
 
@@ -53,6 +53,12 @@ class Target(Protocol[Receipt_co]):
 
     @property
     def session(self) -> Callable[..., AbstractContextManager[Receipt_co]]: ...
+
+
+def servers_of(target: Target[Any]) -> Sequence[AsyncClient]:
+    """Return the client of each server."""
+    inner = target.client
+    return inner.servers if isinstance(inner, AsyncFleet) else (inner,)
 
 
 class Sender(Generic[Receipt_co]):
@@ -121,11 +127,10 @@ class Sender(Generic[Receipt_co]):
         import torch
 
         self._client = client
-        inner = client.client
-        self._update: Callable[..., Coroutine[Any, Any, Any]] = inner.update
-        self._servers = inner.servers if isinstance(inner, AsyncFleet) else (inner,)
+        self._update: Callable[..., Coroutine[Any, Any, Any]] = client.client.update
+        self._servers = servers_of(client)
         self._group_name = group_name
-        self._backend: Backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        self._backend = choose_backend(backend)
         self._device = f"cuda:{torch.cuda.current_device()}" if self._backend == "nccl" else "cpu"
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
@@ -276,14 +281,7 @@ class Sender(Generic[Receipt_co]):
         formed = group.form()
         joins: list[Future[Any]] = []
         for place, server in enumerate(self._servers):
-            fields = {
-                "master_address": self._master_address or group.address_for(server.url),
-                "master_port": group.port,
-                "rank_offset": 1 + sum(ranks[:place]),
-                "world_size": 1 + sum(ranks),
-                "group_name": self._group_name,
-                "backend": self._backend,
-            }
+            fields = group.join_of(server.url, 1 + sum(ranks[:place]), self._master_address)
             joins.append(self._start(server.join_group, **fields))
         try:
             wait([formed, *joins], return_when=FIRST_EXCEPTION)

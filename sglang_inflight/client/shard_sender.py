@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, Unpac
 import msgspec
 
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
-from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.fields import SessionFields
-from sglang_inflight.client.sender import REASON_S, GroupFailed, Receipt_co, Target
-from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
+from sglang_inflight.client.sender import REASON_S, GroupFailed, Receipt_co, Target, servers_of
+from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup, choose_backend
 from sglang_inflight.vocabulary.errors import ERRORS, Refused
 from sglang_inflight.vocabulary.regions import Region
 from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
@@ -92,7 +91,6 @@ class ShardSender(Generic[Receipt_co]):
         way to the first server. A bucket takes ``bucket_bytes`` here and on a server's rank, and
         each rank has one under way for each rank of the servers. The rest is as in ``Sender``.
         """
-        import torch
         import torch.distributed as dist
 
         self._client = client
@@ -100,19 +98,15 @@ class ShardSender(Generic[Receipt_co]):
         self._rank, self._trainers = dist.get_rank(ranks), dist.get_world_size(ranks)
         if (client is None) == (self._rank == 0):
             raise ValueError("rank 0 of the trainer has a client, and no other rank has one")
-        self._servers: Sequence[AsyncClient] = ()
-        if client is not None:
-            inner = client.client
-            self._servers = inner.servers if isinstance(inner, AsyncFleet) else (inner,)
+        self._servers = () if client is None else servers_of(client)
         self._group_name = group_name
-        self._backend: Backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        self._backend = choose_backend(backend)
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: TrainerGroup | None = None
         # servers in the group, on rank 0
         self._joined: list[AsyncClient] = []
-        self._receivers = 0
         # what the trainer's ranks have, and what the servers' ranks use
         self._held: list[str] = []
         self._dealing: Dealing | None = None
@@ -360,10 +354,10 @@ class ShardSender(Generic[Receipt_co]):
         """Make rank 0's side of the group. Return its address and port, and the servers' ranks."""
         calls = [self._start(server.status) for server in self._servers]
         self._of_server = [len(call.result()["ranks"]) for call in calls]
-        self._receivers = sum(self._of_server)
-        self._group = self._make_group(self._receivers, None)
+        receivers = sum(self._of_server)
+        self._group = self._make_group(receivers, None)
         address = self._master_address or self._group.address_for(self._servers[0].url)
-        return address, self._group.port, self._receivers
+        return address, self._group.port, receivers
 
     def _make_group(self, receivers: int, master: tuple[str, int] | None) -> TrainerGroup:
         return TrainerGroup(
@@ -377,7 +371,6 @@ class ShardSender(Generic[Receipt_co]):
         )
 
     def _join(self, address: str, port: int, receivers: int) -> None:
-        self._receivers = receivers
         if self._group is None:
             self._group = self._make_group(receivers, (address, port))
         try:
@@ -390,14 +383,8 @@ class ShardSender(Generic[Receipt_co]):
         formed = group.form()
         joins: list[Future[Any]] = []
         for place, server in enumerate(self._servers):
-            fields = {
-                "master_address": self._master_address or group.address_for(server.url),
-                "master_port": group.port,
-                "rank_offset": self._trainers + sum(self._of_server[:place]),
-                "world_size": self._trainers + self._receivers,
-                "group_name": self._group_name,
-                "backend": self._backend,
-            }
+            offset = self._trainers + sum(self._of_server[:place])
+            fields = group.join_of(server.url, offset, self._master_address)
             joins.append(self._start(server.join_group, **fields))
         try:
             while wait([formed, *joins], MEET_POLL_S, FIRST_EXCEPTION).not_done:

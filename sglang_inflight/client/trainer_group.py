@@ -32,6 +32,13 @@ _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 _stuck: list[TrainerGroup] = []
 
 
+def choose_backend(wanted: Backend | None) -> Backend:
+    """Return ``wanted``, or by default NCCL if this process has a GPU, else gloo."""
+    import torch
+
+    return wanted or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
 class TrainerGroup:
     """A trainer's side of the group. Listens from the start, and is formed by ``form``.
 
@@ -61,6 +68,7 @@ class TrainerGroup:
         """
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+        self._name = name
         self._size = trainers + ranks
         self._rank = rank
         self._backend: Backend = backend
@@ -97,6 +105,20 @@ class TrainerGroup:
             probe.connect(where)
             address: str = probe.getsockname()[0]
         return address
+
+    def join_of(self, server: str, rank_offset: int, address: str | None) -> dict[str, Any]:
+        """Return the fields of the call by which a server's ranks join, from ``rank_offset`` on.
+
+        ``address`` is this machine's for the server's URL; None: that of its route there.
+        """
+        return {
+            "master_address": address or self.address_for(server),
+            "master_port": self.port,
+            "rank_offset": rank_offset,
+            "world_size": self._size,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
 
     def form(self) -> Future[None]:
         """Start forming the group. The future is done when every rank has joined."""

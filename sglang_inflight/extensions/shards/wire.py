@@ -28,8 +28,6 @@ from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
 from sglang_inflight.vocabulary.shards import Held, Shards, read_shards
 
 NAME = "shards"
-# layouts of a trainer's ranks that are kept: one, and the next
-_MOST_KEPT = 64
 
 
 class Sent(msgspec.Struct, kw_only=True):
