@@ -8,9 +8,8 @@ scheduler's thread, where no commit can come between, whether the version is sti
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_inflight.extensions.saves.copying import PieceCopier, require_version
+from sglang_inflight.extensions.saves.copying import require_version
 from sglang_inflight.extensions.saves.files import (
     check_of,
     delete,
@@ -41,25 +40,17 @@ from sglang_inflight.extensions.saves.messages import (
     SaveCall,
     Written,
 )
-from sglang_inflight.extensions.saves.tensors import (
-    LiveNumbers,
-    live_tensors,
-    read_numbers,
-)
+from sglang_inflight.extensions.saves.reading import ServedWeights, readable_by_a_thread
 from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.controller import CALLS, PARTS, READERS, Controller, Handler
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.safetensors_file import write_head
 from sglang_inflight.scheduler.update.worker import StagingWorker
-from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types import get_model, get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest
 from sglang_inflight.topology import own_replica
-from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
+from sglang_inflight.vocabulary.errors import Conflict, Dropped
 
 
 @dataclass
@@ -93,58 +84,31 @@ class _Save:
 
 
 class Saving:
-    """Saves of one rank, one at a time. Only the scheduler's thread calls it.
-
-    ``_lock`` is held while the weights are read: ``stop`` returns when nobody reads them.
-    """
+    """Saves of one rank, one at a time. Only the scheduler's thread calls it."""
 
     def __init__(
         self,
-        models: Sequence[ShadowedModel],
-        live: LiveWeights,
+        served: ServedWeights,
         answers: AnswerChannel,
         layout: dict[str, str],
-        *,
-        device: torch.device,
-        why_not: str | None,
-        loads_are_known: bool,
         make_worker: Callable[[], StagingWorker],
-        rate_limit: RateLimit,
     ) -> None:
-        """``why_not``: why no weights can be saved, or None. ``make_worker`` starts the thread.
-
-        ``loads_are_known``: updates bring all weights before the first request.
-        """
-        self._models = list(models)
-        self._live = live
+        """``make_worker`` starts the saving thread."""
+        self._served = served
+        self._live = served.live
         self._answers = answers
         self._layout = layout
-        self._device = device
-        self._why_not = why_not
-        self._loads_are_known = loads_are_known
         self._make_worker = make_worker
-        self._rate_limit = rate_limit
-        self._lock = threading.Lock()
         self._worker: StagingWorker | None = None
-        self._copier: PieceCopier | None = None
         self._save: _Save | None = None
-        self._is_derivable = False
 
     # ---- calls -------------------------------------------------------------------
 
     def save(self, call: SaveCall, *, current_version: str) -> None:
         """Begin to save. The saving thread answers."""
-        if self._why_not is not None:
-            raise Refused(self._why_not)
         if self._save is not None and not self._save.is_forgotten:
             raise Conflict(f"the weights are being saved already, into {self._save.call.path!r}")
-        if call.expected_version not in (None, current_version):
-            raise Conflict(
-                f"expected_version is {call.expected_version!r}, but {current_version!r} is serving"
-            )
-        if not self._live.is_named:
-            raise Conflict("the weights cannot be saved: something else than an update wrote them")
-        require_version(self._live, self._live.weights)
+        self._served.require(call.expected_version, current_version=current_version)
         if own_replica():
             # the first replica has the same weights
             self._answers.succeed(call, Written(weight_version=current_version))
@@ -191,8 +155,9 @@ class Saving:
         """Give up a running save. Nobody reads the weights after the return."""
         if self._save is not None:
             self._save.given_up = why
-            with self._lock:
-                self._save = None
+            self._save = None
+        # a discarded save may still read a piece
+        self._served.await_no_reader()
 
     def _submit(self, call: Any, job: Callable[[], Any]) -> None:
         if self._worker is None:
@@ -211,17 +176,8 @@ class Saving:
 
     def _write_files(self, save: _Save) -> Written:
         path, rank = save.call.path, _own_name()
-        if not self._is_derivable:
-            for model in self._models:
-                model.refuse_underivable(save.check, loads_are_known=self._loads_are_known)
-            self._is_derivable = True
-        tensors = live_tensors(self._models)
-        if self._copier is None:
-            # kept: an allocation of pinned memory may wait for the device
-            self._copier = PieceCopier(self._live, self._lock, self._device)
-        copier, digest = self._copier, Digest()
+        tensors, digest = self._served.tensors(save.check), Digest()
         digests: dict[str, str] = {}
-        numbers: list[LiveNumbers] = []
         reader, head = HostReader(), write_head(tensors, metadata_of(save.call.save_id))
         written = len(head)
         # the tensors' file is deleted if what comes after it fails, too
@@ -232,7 +188,7 @@ class Saving:
             thread.begin(partial(file.write, head))
             for name, tensor in tensors:
                 one = TensorDigest(name, tensor)
-                pieces = copier.pieces_of(tensor, save.weights, save.check, self._rate_limit)
+                pieces = self._served.pieces_of(tensor, save.weights, save.check)
                 for piece in one.read(reader, pieces):
                     thread.end()
                     content = piece.view(torch.uint8).numpy().data
@@ -241,12 +197,10 @@ class Saving:
                 digests[name] = one.hexdigest()
                 digest.add(one.line)
             thread.end()
-            copier.read(
-                lambda: numbers.append(read_numbers(self._models)), save.weights, save.check
-            )
-            for lines in numbers[-1].described:
+            numbers = self._served.numbers(save.weights, save.check)
+            for lines in numbers.described:
                 digest.add(lines)
-            part = RankPart(FORMAT, save.call.save_id, self._layout, digests, numbers[-1].written)
+            part = RankPart(FORMAT, save.call.save_id, self._layout, digests, numbers.written)
             with new_file(path, part_file(rank), thread) as described:
                 thread.do(partial(described.write, msgspec.json.encode(part)))
         save.check()
@@ -273,19 +227,8 @@ class Saving:
 @PARTS.join()
 def make_saving(controller: Controller) -> Saving:
     parts = controller.staging_parts
-    # requests run meanwhile in every mode
-    rate_limit = parts.rate_limit.for_another_thread()
-    return Saving(
-        parts.models,
-        controller.live,
-        controller.answers,
-        parts.layout,
-        device=parts.device,
-        why_not=why_not_saved(controller.staging.can.stage),
-        loads_are_known=Settings.from_environment().require_update,
-        make_worker=lambda: parts.make_thread("inflight-saving", rate_limit),
-        rate_limit=rate_limit,
-    )
+    served, make_worker = readable_by_a_thread(controller, "inflight-saving")
+    return Saving(served, controller.answers, parts.layout, make_worker)
 
 
 @CALLS.join()
@@ -305,18 +248,6 @@ def handlers_of_saves(controller: Controller) -> dict[type[InflightCall[Any]], H
 @READERS.join()
 def give_up(controller: Controller, why: str) -> None:
     controller.part(Saving).stop(why)
-
-
-def why_not_saved(can_stage: str | None) -> str | None:
-    """Return why the served weights of this server cannot be saved, or None if they can."""
-    if can_stage is not None:
-        return f"the weights cannot be saved: {can_stage}"
-    if get_model().remote_instance_weight_loader_start_seed_via_transfer_engine:
-        return (
-            "the weights cannot be saved: trainers may write them at any time "
-            "(--remote-instance-weight-loader-start-seed-via-transfer-engine)"
-        )
-    return None
 
 
 def _own_name() -> str:
