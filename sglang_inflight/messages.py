@@ -26,6 +26,7 @@ from sglang_inflight.vocabulary.answers import (
     Capabilities,
     MemoryStatus,
     PauseStatus,
+    RankOffered,
     Role,
     StagedChanges,
     StagingStatus,
@@ -41,6 +42,9 @@ from sglang_inflight.vocabulary.bodies import SPARSE_BUCKET as SPARSE_BUCKET
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
+
+# in errors
+SERVED_ELSEWHERE = "weights as another server serves them"
 
 # rendezvous with a trainer: torch.distributed, or vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
@@ -86,6 +90,14 @@ class SavedFolderSource(msgspec.Struct, tag=True, kw_only=True):
     """Weights that another server has saved, in a directory that every rank can read."""
 
     model_path: str
+
+
+class PeerSource(msgspec.Struct, tag=True, kw_only=True):
+    """Weights that the ranks of another server send over the network."""
+
+    offer_id: str
+    token: str
+    ranks: list[RankOffered]
 
 
 class PayloadFile(msgspec.Struct, tag=True, kw_only=True):
@@ -186,7 +198,9 @@ LoadedSource = (
     | GPUMemorySource
     | PartsSource
 )
-Source = LoadedSource | SavedFolderSource
+# weights as another server serves them: they come past the model's loader
+ServedSource = SavedFolderSource | PeerSource
+Source = LoadedSource | ServedSource
 
 
 def has_custom_loader(source: Source) -> bool:
@@ -250,7 +264,7 @@ class Opened(RankAnswer, kw_only=True):
 
 
 class SavedVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The version in a folder of saved weights. ``save_id`` tells it from a later one there."""
+    """Another server's version: its save in a folder, or its offer. ``save_id`` tells which."""
 
     save_id: str
     weight_version: str
@@ -260,7 +274,7 @@ class Staged(RankAnswer, kw_only=True):
     staged_s: float
     tensors: int
     bytes: int
-    # the version in a folder of saved weights
+    # the version of another server, if its weights came
     saved: SavedVersion | None = None
     # how many of the tensors were quantized, by what came and what it became
     quantized: dict[str, int] = msgspec.field(default_factory=dict)

@@ -58,7 +58,13 @@ def test_core_alone_pauses_between_steps(core_server: Server) -> None:
 
 def test_calls_of_extensions_are_not_there(core_server: Server, tmp_path: Path) -> None:
     assert status(core_server)["extensions"] == []
-    for path in ("/inflight/save", "/inflight/discard", "/pause", "/inference/v1/generate"):
+    for path in (
+        "/inflight/save",
+        "/inflight/discard",
+        "/inflight/offer",
+        "/pause",
+        "/inference/v1/generate",
+    ):
         answer = core_server.post(path, {"path": str(tmp_path)})
         assert answer["status_code"] == 404, (path, answer)
     served = {"model_path": str(tmp_path), "load_format": "served", "non_blocking": True}

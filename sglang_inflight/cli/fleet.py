@@ -30,10 +30,16 @@ _SHOWN_DIGITS = 8
 def fleet(
     urls: Annotated[list[str], typer.Option("--url", help="URL of a server; once for each.")],
     catch_up: Annotated[
+        bool,
+        typer.Option(
+            "--catch-up", help="Bring servers that are behind, from others over the network."
+        ),
+    ] = False,
+    folder: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Bring servers that are behind, by way of this folder, which all servers see.",
+            help="With --catch-up: by way of this folder instead, which all servers see.",
         ),
     ] = None,
     weight_version: Annotated[
@@ -51,16 +57,24 @@ def fleet(
 ) -> None:
     """Show what the servers of a fleet serve, and bring those that are behind.
 
-    No trainer is needed: a server that serves the fleet's version saves it, and the others load it.
+    No trainer is needed: a server that serves the fleet's version sends it, and the others load it.
     """
+    if folder is not None and not catch_up:
+        raise typer.BadParameter("--folder needs --catch-up")
+
+    def once(servers: Fleet) -> int:
+        report = None
+        if catch_up:
+            report = servers.catch_up(folder, weight_version=weight_version)
+        return _show(servers, report, weight_version, as_json=as_json)
+
     with exit_codes(", ".join(urls)), Fleet(urls, api_key=api_key) as servers:
         if watch is None:
-            code = _once(servers, catch_up, weight_version, as_json=as_json)
-            raise typer.Exit(code)
+            raise typer.Exit(once(servers))
         with until_ctrl_c():
             while True:
                 with _going_on():
-                    _once(servers, catch_up, weight_version, as_json=as_json)
+                    once(servers)
                 time.sleep(watch)
 
 
@@ -73,9 +87,10 @@ def _going_on() -> Iterator[None]:
         typer.echo(str(error), err=True)
 
 
-def _once(servers: Fleet, folder: str | None, version: str | None, *, as_json: bool) -> int:
-    """Catch up, print the table, and return the exit code."""
-    report = None if folder is None else servers.catch_up(folder, weight_version=version)
+def _show(
+    servers: Fleet, report: Report[CaughtUp] | None, version: str | None, *, as_json: bool
+) -> int:
+    """Print the table, and what was done. Return the exit code."""
     table = servers.table(weight_version=version)
     if as_json:
         print_json(table, indent=None)

@@ -33,6 +33,7 @@ from sglang_inflight.client.fields import (
     OnProgress,
     Progress,
     UpdateFields,
+    UpdateOptions,
 )
 from sglang_inflight.client.layouts import SentLayouts
 from sglang_inflight.vocabulary.answers import (
@@ -41,6 +42,7 @@ from sglang_inflight.vocabulary.answers import (
     Grant,
     MemoryMoved,
     NewRequests,
+    Offered,
     PauseMode,
     Receipt,
     Release,
@@ -55,7 +57,7 @@ from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 logger = logging.getLogger(__name__)
 
-Source = Literal["disk", "tensor", "distributed", "ipc"]
+Source = Literal["disk", "tensor", "distributed", "ipc", "peer"]
 
 # default lease of pauses and sessions; renewed every third of the lease
 LEASE_S = 30.0
@@ -321,6 +323,29 @@ class AsyncClient:
             **fields,
         )
 
+    async def update_from_peer(
+        self,
+        /,
+        offered: Offered,
+        *,
+        weight_version: str | None = None,
+        on_progress: OnProgress | None = None,
+        **fields: Unpack[UpdateOptions],
+    ) -> Receipt | StagedSoFar:
+        """Call ``update`` with what another server of the same layout has ``offered``.
+
+        Raises ``Conflict`` if that server's ranks are gone or silent, or their version moves on.
+        """
+        return await self.update(
+            "peer",
+            offer_id=offered.offer_id,
+            token=offered.token,
+            ranks=[rank.as_json() for rank in offered.ranks],
+            weight_version=weight_version,
+            on_progress=on_progress,
+            **fields,
+        )
+
     @asynccontextmanager
     async def session(
         self,
@@ -504,6 +529,34 @@ class AsyncClient:
     async def discard_saved_weights(self, path: str) -> None:
         """Have the server delete what it has saved in ``path``."""
         await self._post("discard_saved_weights", path=path)
+
+    async def offer_served_weights(
+        self,
+        *,
+        expected_version: str | None = None,
+        timeout_s: float | None = None,
+        host: str | None = None,
+    ) -> Offered:
+        """Have the server offer the weights that it serves to others, for ``timeout_s`` seconds.
+
+        Requests run on, and no update waits. Another server of the same layout takes them by
+        ``update_from_peer(offered)``, rank from rank over the network. Each rank listens at
+        ``host``, by default its machine's own address. A server has one offer at a time, so the
+        call waits for the end of the one before. Raises ``Conflict`` if the served version is
+        not ``expected_version``.
+        """
+        offered = await self._post(
+            "offer_served_weights",
+            patience_s=self.timeout_s + (timeout_s or UPDATE_S),
+            expected_version=expected_version,
+            timeout_s=timeout_s,
+            host=host,
+        )
+        return self._read(Offered, offered)
+
+    async def withdraw_served_weights(self, offer_id: str) -> None:
+        """Have the server end an offer. A transfer that goes on is given up."""
+        await self._post("withdraw_served_weights", offer_id=offer_id)
 
     async def expect_version(
         self,

@@ -31,7 +31,7 @@ import httpx
 from sglang_inflight.client.aio import ContextGroup, together
 from sglang_inflight.client.answers import NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
-from sglang_inflight.client.fields import FleetDiskOptions, FleetFields, OnProgress
+from sglang_inflight.client.fields import FleetDiskOptions, FleetFields, OnProgress, UpdateOptions
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
 from sglang_inflight.client.returning import (
     CaughtUp,
@@ -48,6 +48,7 @@ from sglang_inflight.vocabulary.answers import (
     Expected,
     Grant,
     NewRequests,
+    Offered,
     PauseMode,
     Receipt,
     Served,
@@ -55,7 +56,7 @@ from sglang_inflight.vocabulary.answers import (
     Status,
 )
 from sglang_inflight.vocabulary.bodies import SERVED, KVPolicy, OnBusy, Selector
-from sglang_inflight.vocabulary.errors import Conflict, InflightError
+from sglang_inflight.vocabulary.errors import Conflict, InflightError, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -288,13 +289,18 @@ class AsyncFleet:
         return make_table(urls, found.answers, whys, weight_version)
 
     async def catch_up(
-        self, folder: str, *, weight_version: str | None = None, keeps_folder: bool = False
+        self,
+        folder: str | None = None,
+        *,
+        weight_version: str | None = None,
+        keeps_folder: bool = False,
     ) -> Report[CaughtUp]:
         """Bring the servers that are behind to the fleet's version, without a trainer.
 
-        A server that serves the version saves its weights in a new folder within ``folder``, an
-        absolute path that all servers see, and the others load them. Both go on decoding, and the
-        digests are compared. The new folder is deleted afterwards, unless ``keeps_folder``.
+        A server that serves the version sends its weights to them over the network, rank to rank.
+        With ``folder``, an absolute path that all servers see, it saves them in a new folder there
+        instead, and the others load them; the new folder is deleted afterwards, unless
+        ``keeps_folder``. Both servers go on decoding, and the digests are compared.
 
         Servers that are behind are told so first, and take no new requests until they are not.
         The fleet's version is ``weight_version``, or the one of more than half of the servers that
@@ -307,14 +313,13 @@ class AsyncFleet:
             report = Report[CaughtUp]("catch up", failures=dict(found.failures))
             by_layout = await self._tell(found, version, report)
             for layout, behind in by_layout.items():
-                await self._bring(
-                    {url: found.answers[url] for url in behind},
-                    peers_of(found.answers, version, layout),
-                    version,
-                    os.path.join(folder, f"served-{uuid.uuid4().hex}"),
-                    report,
-                    keeps_folder=keeps_folder,
-                )
+                late = {url: found.answers[url] for url in behind}
+                peers = peers_of(found.answers, version, layout)
+                if folder is None:
+                    await self._send_between(late, peers, version, report)
+                    continue
+                path = os.path.join(folder, f"served-{uuid.uuid4().hex}")
+                await self._bring(late, peers, version, path, report, keeps_folder=keeps_folder)
             if not left or not await self._has_moved_on(version, weight_version, report):
                 break
         return report
@@ -367,7 +372,7 @@ class AsyncFleet:
 
         All servers have the same layout.
         """
-        why: Exception = Conflict(f"no server of the same layout serves {version.weight_version!r}")
+        why: Exception = _no_peer(version)
         peer = None
         for url in peers:
             try:
@@ -385,26 +390,66 @@ class AsyncFleet:
 
         async def load(server: AsyncClient) -> CaughtUp:
             receipt = await server.update_from_disk(
-                path,
-                load_format=SERVED,
-                # a trainer may have brought it a later version by now
-                expected_version=behind[server.url].weight_version,
-                # and it must not become a piece of the trainer's session
-                on_busy="refuse",
+                path, load_format=SERVED, **_of_late(behind[server.url])
             )
-            assert isinstance(receipt, Receipt)
-            return CaughtUp(
-                weight_version=receipt.weight_version,
-                digest=receipt.ranks[0].digest,
-                peer=peer,
-                receipt=receipt,
-            )
+            return _caught_up(receipt, peer)
 
         try:
             await self._everywhere(report, load, behind)
         finally:
             if not keeps_folder:
                 await self._discard(self._client(peer), path)
+
+    async def _send_between(
+        self,
+        behind: dict[str, Status],
+        peers: list[str],
+        version: FleetsVersion,
+        report: Report[CaughtUp],
+    ) -> None:
+        """Have ``peers`` send their weights to the servers ``behind``, over the network.
+
+        A peer sends to one server after the other, so each server asks another peer first. If a
+        peer fails, the next one sends. All servers have the same layout.
+        """
+        places = {url: place for place, url in enumerate(behind)}
+
+        async def bring(server: AsyncClient) -> CaughtUp:
+            why: Exception = _no_peer(version)
+            for at in range(len(peers)):
+                peer = peers[(places[server.url] + at) % len(peers)]
+                try:
+                    async with self._offered(peer, version) as offered:
+                        fields = _of_late(behind[server.url])
+                        receipt = await server.update_from_peer(offered, **fields)
+                except Refused as error:
+                    # nothing has changed
+                    why = error
+                else:
+                    return _caught_up(receipt, peer)
+            raise why
+
+        await self._everywhere(report, bring, behind)
+
+    @asynccontextmanager
+    async def _offered(self, url: str, version: FleetsVersion) -> AsyncIterator[Offered]:
+        """Have a peer offer its weights for the block. Raises ``Conflict`` if it does not."""
+        peer = self._client(url)
+        try:
+            offered = await peer.offer_served_weights(expected_version=version.weight_version)
+        except (InflightError, httpx.HTTPError) as error:
+            raise Conflict(f"{url}: {error or type(error).__name__}") from error
+        try:
+            yield offered
+        finally:
+            await self._withdraw(peer, offered)
+
+    async def _withdraw(self, server: AsyncClient, offered: Offered) -> None:
+        with anyio.move_on_after(INTERRUPTED_S, shield=True):
+            try:
+                await server.withdraw_served_weights(offered.offer_id)
+            except (InflightError, httpx.HTTPError) as error:
+                logger.warning("%s goes on with its offer: %s", server.url, error)
 
     async def _discard(self, server: AsyncClient, path: str) -> None:
         with anyio.move_on_after(INTERRUPTED_S, shield=True):
@@ -537,6 +582,30 @@ def _prefill_first(found: Report[Status], urls: Collection[str] | None = None) -
     urls = list(found.answers) if urls is None else urls
     prefill = [u for u in urls if u in found.answers and found.answers[u].role == "prefill"]
     return [turn for turn in (prefill, [u for u in urls if u not in prefill]) if turn]
+
+
+def _no_peer(version: FleetsVersion) -> Conflict:
+    return Conflict(f"no server of the same layout serves {version.weight_version!r}")
+
+
+def _of_late(status: Status) -> UpdateOptions:
+    """Return the fields of an update that brings a server to the fleet's version."""
+    return {
+        # a trainer may have brought it a later version by now
+        "expected_version": status.weight_version,
+        # and it must not become a piece of the trainer's session
+        "on_busy": "refuse",
+    }
+
+
+def _caught_up(receipt: Receipt | StagedSoFar, peer: str | None) -> CaughtUp:
+    assert isinstance(receipt, Receipt)
+    return CaughtUp(
+        weight_version=receipt.weight_version,
+        digest=receipt.ranks[0].digest,
+        peer=peer,
+        receipt=receipt,
+    )
 
 
 def _require_all(report: Report[A]) -> None:

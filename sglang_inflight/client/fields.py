@@ -59,6 +59,10 @@ class UpdateFields(DiskOptions, total=False):
     # ``layout_digest`` computes it from the three lists
     layout_digest: str | None
     group_name: str
+    # an update from another server's offer
+    offer_id: str
+    token: str
+    ranks: list[dict[str, Any]]
     # an update from a checkpoint engine
     zmq_handles: dict[str, str]
 

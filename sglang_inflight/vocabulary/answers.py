@@ -366,6 +366,29 @@ class Saved(Answer, frozen=True, kw_only=True):
     ranks: tuple[RankSaved, ...]
 
 
+class RankOffered(Answer, frozen=True, kw_only=True):
+    """Where one rank sends its weights. ``digest`` is as in a receipt, None if it is not known."""
+
+    tp_rank: int
+    pp_rank: int
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    digest: str | None = None
+
+
+class Offered(Answer, frozen=True, kw_only=True):
+    """Each rank sends the served weights to whoever has the ``token``, for ``seconds``."""
+
+    success: bool = True
+    message: str
+    offer_id: str
+    # a secret
+    token: str
+    weight_version: str
+    seconds: float
+    ranks: tuple[RankOffered, ...]
+
+
 # ---- pauses and memory ----------------------------------------------------------------
 
 

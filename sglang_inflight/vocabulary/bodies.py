@@ -6,12 +6,13 @@ Times are seconds. ``frontend/as_sglang.py`` decodes a body, and names a wrong f
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from sglang_inflight.vocabulary.answers import NewRequests, PauseMode
+from sglang_inflight.vocabulary.answers import NewRequests, PauseMode, RankOffered
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.layouts import LayoutDigest
 
@@ -35,6 +36,9 @@ Selector = Literal["target", "draft", "all"]
 
 # digest of a tensor, or of many: see ``tensor_digest.py``
 DigestText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+# what a server's rank asks of whoever wants its weights
+OfferToken = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 DEFAULT_GROUP = "weight_update_group"
 # a load_format: positions and values of a tensor's changed elements
@@ -104,6 +108,24 @@ class DiscardBody(Body, kw_only=True):
 
     def __post_init__(self) -> None:
         check_folder(self.path)
+
+
+class OfferBody(Body, kw_only=True):
+    """Offer the served weights to other servers, over the network."""
+
+    expected_version: Name | None = None
+    # for how long; None: the setting of updates
+    timeout_s: Seconds | None = None
+    # the address at which each rank listens; None: that of its own machine
+    host: Name | None = None
+
+    def __post_init__(self) -> None:
+        if self.host is not None:
+            check_address("host", self.host)
+
+
+class WithdrawBody(Body, kw_only=True):
+    offer_id: Name
 
 
 class ExpectBody(Body, kw_only=True):
@@ -277,6 +299,20 @@ class PartsBody(UpdateBody, kw_only=True):
     body: bytes
 
 
+class PeerBody(UpdateBody, kw_only=True):
+    """An update with the weights that another server offers: fields of its ``Offered``."""
+
+    sglang = None
+
+    offer_id: Name
+    token: OfferToken
+    ranks: Annotated[list[RankOffered], msgspec.Meta(min_length=1)]
+
+    @property
+    def sends_pieces(self) -> bool:
+        return False
+
+
 class IPCBody(UpdateBody, kw_only=True):
     sglang = "UpdateWeightsFromIPCReqInput"
 
@@ -393,6 +429,14 @@ def check_version(name: str | None) -> None:
             f"{name[:40]!r} has {len(name)}"
             + ("" if name.isprintable() else ", some of them not printable")
         )
+
+
+def check_address(field: str, address: str) -> None:
+    """Raise ``Refused`` unless ``address`` is one of IPv4 or IPv6, in numbers."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        raise Refused(f"{field} {address[:64]!r} is no IP address") from None
 
 
 def check_name(field: str, name: str | None) -> None:

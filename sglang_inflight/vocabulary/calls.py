@@ -18,6 +18,7 @@ from sglang_inflight.vocabulary.answers import (
     Inactive,
     MemoryMoved,
     NamelessGrant,
+    Offered,
     Receipt,
     Release,
     Saved,
@@ -44,8 +45,10 @@ from sglang_inflight.vocabulary.bodies import (
     LoadTensorsBody,
     NameBody,
     NoBody,
+    OfferBody,
     PartsBody,
     PauseBody,
+    PeerBody,
     ReleaseMemoryBody,
     ResumeMemoryBody,
     RollbackBody,
@@ -54,6 +57,7 @@ from sglang_inflight.vocabulary.bodies import (
     TensorBody,
     UnloadAdapterBody,
     WaitBody,
+    WithdrawBody,
 )
 
 
@@ -171,6 +175,19 @@ _ROWS = (
         answers=(Receipt, StagedSoFar),
         positional=None,
         doc="Update by the part of each tensor that each rank uses, by an extension's wire.",
+    ),
+    Call(
+        name="update_weights_from_peer",
+        path="/inflight/update_weights_from_peer",
+        body=PeerBody,
+        answers=(Receipt, StagedSoFar),
+        positional=("offer_id", "token", "ranks"),
+        doc="""
+        Update with the weights that another server offers: fields of its ``offer_served_weights``.
+
+        Both servers have the same layout. Raises ``Conflict`` if the other server's ranks cannot be
+        reached, fall silent, or serve another version meanwhile.
+        """,
     ),
     Call(
         name="begin_weight_update",
@@ -320,6 +337,26 @@ _ROWS = (
         body=DiscardBody,
         positional=("path",),
         doc="Delete what ``save_served_weights`` has written into the folder ``path``.",
+    ),
+    Call(
+        name="offer_served_weights",
+        path="/inflight/offer",
+        body=OfferBody,
+        answers=(Offered,),
+        doc="""
+        Offer the served weights to other servers over the network, while requests run on.
+
+        Another server of the same layout takes them with ``update_weights_from_peer``. Each rank
+        listens at ``host``, by default its machine's own address, for ``timeout_s`` seconds. Raises
+        ``Conflict`` if the served version is not ``expected_version``.
+        """,
+    ),
+    Call(
+        name="withdraw_served_weights",
+        path="/inflight/withdraw",
+        body=WithdrawBody,
+        positional=("offer_id",),
+        doc="End an offer of ``offer_served_weights``. A transfer that goes on is given up.",
     ),
     Call(
         name="expect_version",

@@ -51,8 +51,9 @@ def install() -> None:
     ]
     if has("saves"):
         from sglang_inflight.extensions.saves.files import NewFile
+        from sglang_inflight.extensions.saves.stream import Connection
 
-        faulty.append((NewFile.write, write))
+        faulty += [(NewFile.write, write), (Connection.send, send)]
     if has("memory"):
         from sglang_inflight.extensions.memory.on_rank import MemoryRelease
 
@@ -114,6 +115,15 @@ def write(write_now: Callable[..., None], file: Any, content: Any) -> None:
     write_now(file, content)
 
 
+def send(send_now: Callable[..., None], connection: Any, kind: Any, content: Any) -> Any:
+    """Fail at a piece: by then the receiver has the head."""
+    if kind.name == "PIECE":
+        fail("send", None)
+        if wanted("send") == "wrong_tensor":
+            content = bytes(byte ^ 1 for byte in bytes(content))
+    return send_now(connection, kind, content)
+
+
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     fail("handler", None)
     return slow_down(scheduler, request)
@@ -129,6 +139,8 @@ def fail(phase: str, update: Any) -> bool:
     kind = wanted(phase)
     if kind == "raise":
         raise RuntimeError(f"injected fault in phase {phase}")
+    if kind in ("hang", "hang_deaf"):
+        Path(os.environ["INFLIGHT_TEST_FAULT"] + ".reached").touch()
     ends_at = time.monotonic() + LONGEST_HANG_S
     while wanted(phase) in ("hang", "hang_deaf") and time.monotonic() < ends_at:
         if kind == "hang":

@@ -12,13 +12,18 @@ from tests.support.pool import FLAVOURS, Flavour
 
 # these can only raise: a commit's flush after the swap; and, outside updates, SGLang's handler of
 # /slow_down, the copy of memory before its release, the release, and a tokenizer worker's handling
-# of a state. The last one, a write to a saved file, hears of no drop
-Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver", "news", "write"]
+# of a state. The last two, a write to a saved file and the sending of an offered weight, hear of no
+# drop
+Phase = Literal[
+    "first", "middle", "vote", "flush", "handler", "copy", "saver", "news", "write", "send"
+]
 # "hang" checks whether the update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
 # one path for the whole test session: servers learn it at their start only
 _FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
+
+_REACHED = _FILE.with_name(_FILE.name + ".reached")
 
 # longer than busy cores need for a broadcast, short enough to wait for in a test
 GROUP_TIMEOUT_S = 10
@@ -45,9 +50,14 @@ class Faults:
     ) -> None:
         """Inject a fault into one rank or process, or all. ``rank`` counts over all replicas."""
         # ranks read the file at any time, so its content must appear at once
+        _REACHED.unlink(missing_ok=True)
         draft = _FILE.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "kind": kind, "rank": rank, "pid": pid}))
         draft.replace(_FILE)
+
+    def is_reached(self) -> bool:
+        """Return whether a rank hangs, or has hung, since the fault was injected."""
+        return _REACHED.exists()
 
     def clear(self) -> None:
         _FILE.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     from sglang_inflight.extensions.fleet import fleet_version as fleet
     from sglang_inflight.extensions.memory import front_end as memory
     from sglang_inflight.extensions.saves import front_end as saves
+    from sglang_inflight.extensions.saves import offers
     from sglang_inflight.extensions.shards import front_end as shards
     from sglang_inflight.extensions.transparent.windows import Transparent
 
@@ -46,6 +47,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     )
     for add in (
         saves.add_handlers,
+        offers.add_handlers,
         shards.add_handlers,
         memory.add_handlers,
         add_handlers,
@@ -79,7 +81,13 @@ def test_handler_fits_its_row(call: Call) -> None:
         assert set(ours) <= set(call.answers)
 
 
-UPDATES = (bodies.DiskBody, bodies.TensorBody, bodies.DistributedBody, bodies.IPCBody)
+UPDATES = (
+    bodies.DiskBody,
+    bodies.TensorBody,
+    bodies.DistributedBody,
+    bodies.IPCBody,
+    bodies.PeerBody,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Served weights, saved by one server and loaded by another of the same layout."""
+"""Served weights, saved or offered by one server and loaded by another of the same layout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ EXTENSION = Extension(
     modules=(
         "sglang_inflight.extensions.saves.front_end",
         "sglang_inflight.extensions.saves.loading",
+        "sglang_inflight.extensions.saves.offering",
+        "sglang_inflight.extensions.saves.offers",
         "sglang_inflight.extensions.saves.saving",
     ),
 )

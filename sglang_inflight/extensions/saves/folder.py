@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -23,26 +22,25 @@ from sglang_inflight.extensions.saves.manifest import (
     part_file,
     tensors_file,
 )
-from sglang_inflight.messages import SavedFolderSource
+from sglang_inflight.extensions.saves.served_part import (
+    Form,
+    ServedTensor,
+    checked,
+    require_layout,
+    require_tensors,
+)
+from sglang_inflight.messages import SavedFolderSource, SavedVersion
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.disk import Folder, naming
 from sglang_inflight.scheduler.update.sources.safetensors_file import SafetensorsFile
-from sglang_inflight.tensor_digest import HostReader, TensorDigest
-from sglang_inflight.vocabulary.errors import Refused, list_names, shorten
+from sglang_inflight.tensor_digest import HostReader
+from sglang_inflight.vocabulary.errors import Refused, list_names
 
 # decoding holds the interpreter; a tensor takes some 100 bytes
 _MOST_MANIFEST_BYTES = 4 << 20
 _MOST_PART_BYTES = 16 << 20
-
-
-class SavedTensor(NamedTuple):
-    """A tensor on the host, and its line in the digest of its rank."""
-
-    name: str
-    tensor: torch.Tensor
-    line: str
 
 
 class SavedFolder:
@@ -57,61 +55,44 @@ class SavedFolder:
         saved: SavedRank,
         part: RankPart,
     ) -> None:
-        self.manifest = manifest
-        self.saved = saved
-        self.part = part
+        self._manifest = manifest
+        self._saved = saved
+        self._part = part
         self._folder = folder
         self._thread = thread
         self._file = os.path.join(folder.path, tensors_file(rank))
 
-    def require_layout(self, layout: Mapping[str, str]) -> None:
-        """Raise ``Refused`` with the first fact of ``layout`` that differs."""
-        for name in sorted(layout.keys() | self.part.layout.keys()):
-            theirs, ours = self.part.layout.get(name), layout.get(name)
-            if theirs != ours:
-                raise Refused(
-                    f"it was saved by a server of another layout: {shorten(name)} is "
-                    f"{shorten(str(theirs))!r} there, and {ours!r} here"
-                )
+    @property
+    def version(self) -> SavedVersion:
+        manifest = self._manifest
+        return SavedVersion(save_id=manifest.save_id, weight_version=manifest.weight_version)
 
-    def require_tensors(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Raise ``Refused`` unless the file has the tensors ``wanted``, in shape and dtype."""
-        places = self._thread.do(self._read_places)
-        if missing := sorted(wanted.keys() - places.keys()):
-            raise Refused(f"{list_names([*map(repr, missing)])} is missing")
-        if surplus := sorted(places.keys() - wanted.keys()):
-            raise Refused(f"{list_names([*map(repr, surplus)])} is no weight of this server")
-        if unknown := sorted(wanted.keys() ^ self.part.tensors.keys()):
+    @property
+    def digest(self) -> str:
+        return self._saved.digest
+
+    @property
+    def numbers(self) -> Mapping[str, str]:
+        return self._part.numbers
+
+    def require(self, layout: Mapping[str, str], wanted: Mapping[str, torch.Tensor]) -> None:
+        require_layout(self._part.layout, layout)
+        require_tensors(self._thread.do(self._read_forms), wanted)
+        if unknown := sorted(wanted.keys() ^ self._part.tensors.keys()):
             raise Refused(f"{list_names([*map(repr, unknown)])} has no digest, or is not there")
-        for name, tensor in wanted.items():
-            shape, dtype = places[name]
-            if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
-                raise Refused(
-                    f"{name!r} is {dtype} of shape {list(shape)} there, and {tensor.dtype} of "
-                    f"shape {list(tensor.shape)} here"
-                )
 
-    def read(self, rate_limit: RateLimit, check: Callable[[], None]) -> Iterator[SavedTensor]:
-        """Yield each tensor. Raise ``Refused`` with the name of one that was altered."""
+    def read(self, rate_limit: RateLimit, check: Callable[[], None]) -> Iterator[ServedTensor]:
         reader = HostReader()
         with closing(read_safetensors([self._file], self._thread, rate_limit)) as tensors:
             for name, tensor in tensors:
-                one = TensorDigest(name, tensor)
-                for _ in one.read(reader):
-                    check()
-                if one.hexdigest() != self.part.tensors[name]:
-                    raise Refused(
-                        f"{name!r} has the digest {one.hexdigest()}, and was saved with "
-                        f"{self.part.tensors[name]}"
-                    )
-                yield SavedTensor(name, tensor, one.line)
+                yield checked(name, tensor, self._part.tensors[name], reader, check)
 
-    def _read_places(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _read_forms(self) -> dict[str, Form]:
         name = os.path.basename(self._file)
         with closing(SafetensorsFile(self._file, name)) as file:
-            if file.size != self.saved.bytes:
-                raise Refused(f"{name} has {file.size} bytes, not {self.saved.bytes}")
-            return {place.name: (place.shape, place.dtype) for place in file.places}
+            if file.size != self._saved.bytes:
+                raise Refused(f"{name} has {file.size} bytes, not {self._saved.bytes}")
+            return {place.name: (str(place.dtype), place.shape) for place in file.places}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Loads weights that another server has saved, without a loader and without finishing.
+"""Loads weights that another server has saved or offers, without a loader and without finishing.
 
 Into a shadow each tensor goes as it comes, and the seal compares the digest of the whole. Weights
 written in place are read twice: once to prove that they are whole and unaltered, before the first
@@ -8,13 +8,16 @@ write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from sglang_inflight.extensions.saves.folder import SavedFolder, open_saved
+from sglang_inflight.extensions.saves.folder import open_saved
 from sglang_inflight.extensions.saves.manifest import name_of_rank
+from sglang_inflight.extensions.saves.pulling import open_pulled
+from sglang_inflight.extensions.saves.served_part import ServedPart
 from sglang_inflight.extensions.saves.tensors import parse_number
-from sglang_inflight.messages import SERVED, SavedFolderSource, SavedVersion
+from sglang_inflight.messages import SERVED_ELSEWHERE, SavedFolderSource, ServedSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, is_finite, marks_in
 from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.finished.places import Number
@@ -30,7 +33,7 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 
 @WHOLE_LOADERS.join()
 def load_saved(
-    source: SavedFolderSource,
+    source: ServedSource,
     models: Sequence[ShadowedModel],
     weights: Iterable[tuple[ShadowedModel, Weight]],
     layout: Mapping[str, str],
@@ -52,18 +55,17 @@ def load_saved(
     tensors = nbytes = 0
     if in_place:
         _refuse_finished(models)
-    with open_saved(source, rank, check) as folder:
-        folder.require_layout(layout)
-        folder.require_tensors({name: weight.live for name, (_, weight) in by_name.items()})
-        numbers = _numbers_of(models, folder.part.numbers)
+    with _open(source, rank, check) as part:
+        part.require(layout, {name: weight.live for name, (_, weight) in by_name.items()})
+        numbers = _numbers_of(models, part.numbers)
 
         def check_values(name: str, tensor: torch.Tensor) -> None:
             if check_finite:
                 _refuse_not_finite(name, by_name[name][1].live.data, tensor, rate_limit)
 
         if in_place:
-            _require_digest(folder, by_name, check_values, rate_limit, check)
-        for name, tensor, _ in folder.read(rate_limit, check):
+            _require_digest(part, by_name, check_values, rate_limit, check)
+        for name, tensor, _ in part.read(rate_limit, check):
             model, weight = by_name[name]
             if not in_place:
                 check_values(name, tensor)
@@ -73,22 +75,28 @@ def load_saved(
             nbytes += tensor.nbytes
         for model in models:
             model.take_saved_numbers(numbers[model.role])
-        manifest = folder.manifest
-        saved = SavedVersion(save_id=manifest.save_id, weight_version=manifest.weight_version)
-        return Loaded(saved, folder.saved.digest, tensors, nbytes)
+        return Loaded(part.version, part.digest, tensors, nbytes)
+
+
+def _open(
+    source: ServedSource, rank: str, check: Callable[[], None]
+) -> AbstractContextManager[ServedPart]:
+    if isinstance(source, SavedFolderSource):
+        return open_saved(source, rank, check)
+    return open_pulled(source, rank, check)
 
 
 def _refuse_finished(models: Sequence[ShadowedModel]) -> None:
     for model in models:
         if why_not_shadowed(model.runner.model) is not None:
             raise Refused(
-                f"load_format {SERVED!r}: SGLang finishes the {model.role} model after loading, "
-                "and this update is written in place, by SGLang's own steps: send a checkpoint"
+                f"{SERVED_ELSEWHERE}: SGLang finishes the {model.role} model after loading, and "
+                "this update is written in place, by SGLang's own steps: send a checkpoint"
             )
 
 
 def _require_digest(
-    folder: SavedFolder,
+    part: ServedPart,
     names: Iterable[str],
     check_values: Callable[[str, torch.Tensor], None],
     rate_limit: RateLimit,
@@ -99,15 +107,15 @@ def _require_digest(
     ``check_values`` gets each tensor.
     """
     lines = {}
-    for name, tensor, line in folder.read(rate_limit, check):
+    for name, tensor, line in part.read(rate_limit, check):
         check_values(name, tensor)
         lines[name] = line
     digest = Digest()
     for name in names:
         digest.add(lines[name])
-    if digest.hexdigest() != folder.saved.digest:
+    if digest.hexdigest() != part.digest:
         raise Refused(
-            f"its tensors have the digest {digest.hexdigest()}, and {folder.saved.digest} was saved"
+            f"its tensors have the digest {digest.hexdigest()}, and {part.digest} was saved"
         )
 
 

@@ -46,3 +46,36 @@ class DiscardSavedCall(Call, kw_only=True):
     # None: whatever was saved there
     save_id: str | None = None
     timeout_s: float
+
+
+class Listens(RankAnswer, kw_only=True):
+    """The rank waits for receivers. A rank of a further replica waits for nobody."""
+
+    weight_version: str
+    # None: another replica's rank sends these weights
+    host: str | None = None
+    port: int = 0
+    # digest of the served weights, None if it is not known
+    digest: str | None = None
+
+
+class OfferCall(Call, kw_only=True):
+    """Send the served weights to whoever has the token, beside everything else."""
+
+    answer = Listens
+
+    offer_id: str
+    # a secret
+    token: str
+    expected_version: str | None = None
+    # None: the address of the rank's own machine
+    host: str | None = None
+    timeout_s: float
+
+
+class WithdrawCall(Call, kw_only=True):
+    """End an offer, and give up its transfers."""
+
+    answer = Done
+
+    offer_id: str

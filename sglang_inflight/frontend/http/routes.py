@@ -61,6 +61,7 @@ _DONE = {
     "init_weights_update_group": "Succeeded to initialize custom process group.",
     "destroy_weights_update_group": "Succeeded to destroy custom process group.",
     "discard_saved_weights": "The saved weights are deleted.",
+    "withdraw_served_weights": "The offer has ended.",
 }
 # names of operations in ``/openapi.json`` and in the log, where the handler has another name
 _OPERATIONS = {

@@ -21,7 +21,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.open_update import Event, OpenUpdate, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
-from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall, SavedFolderSource
+from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall, ServedSource
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Begun, Capabilities, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import (
@@ -112,10 +112,11 @@ class Updates:
     def _may_write_in_place(self, wanted: Wanted) -> bool:
         """Return whether an update that was dropped may be done anew, in place.
 
-        Tensors were received and are gone, and a checkpoint is still there. Expected digests are
-        compared before anything is written in place, and that needs staging.
+        Tensors were received and are gone. A checkpoint is still there, and so is another server's
+        offer. Expected digests are compared before anything is written in place, and that needs
+        staging.
         """
-        is_there = isinstance(wanted.source, DiskSource | SavedFolderSource)
+        is_there = isinstance(wanted.source, DiskSource | ServedSource)
         is_there = is_there and wanted.digests is None
         return is_there and self._settings.outgrown == "in_place" and self._can.in_place is None
 

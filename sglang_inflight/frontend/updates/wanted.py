@@ -13,6 +13,7 @@ from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.messages import (
     SERVED,
+    SERVED_ELSEWHERE,
     SPARSE,
     AskedDigests,
     DiskSource,
@@ -20,8 +21,10 @@ from sglang_inflight.messages import (
     IPCSource,
     KVPolicy,
     PartsSource,
+    PeerSource,
     SavedFolderSource,
     Selector,
+    ServedSource,
     Source,
     SparseFolderSource,
     TensorSource,
@@ -36,6 +39,7 @@ from sglang_inflight.vocabulary.bodies import (
     LaidOutBody,
     OnBusy,
     PartsBody,
+    PeerBody,
     TensorBody,
     UpdateBody,
     choose_kv_policy,
@@ -87,6 +91,11 @@ def _layout_of(body: LaidOutBody) -> dict[str, Any]:
 @source_of.register
 def _(body: PartsBody) -> Source:
     return PartsSource(wire=body.wire, body=body.body, group_name=body.group_name)
+
+
+@source_of.register
+def _(body: PeerBody) -> Source:
+    return PeerSource(offer_id=body.offer_id, token=body.token, ranks=body.ranks)
 
 
 @source_of.register
@@ -214,14 +223,14 @@ class Wanted:
 
 def _selector_of(body: UpdateBody, source: Source) -> Selector | None:
     """Return the body's selector. Raises ``Refused`` if it or a digest is out of place."""
-    if not isinstance(source, SavedFolderSource):
+    if not isinstance(source, ServedSource):
         return body.selector
     if body.selector not in (None, "all"):
-        raise Refused(f"selector {body.selector!r}: load_format {SERVED!r} brings all models")
+        raise Refused(f"selector {body.selector!r}: {SERVED_ELSEWHERE} come for all models")
     if body.partial or _digests_of(body) is not None:
         raise Refused(
-            f"load_format {SERVED!r} brings all weights, and has digests of its own: leave out "
-            "partial, expected_digests, expected_digest and received_digest"
+            f"{SERVED_ELSEWHERE} come whole, and have digests of their own: leave out partial, "
+            "expected_digests, expected_digest and received_digest"
         )
     return "all"
 

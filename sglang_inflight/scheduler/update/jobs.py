@@ -13,12 +13,12 @@ import torch
 
 from sglang_inflight.joints import Joint
 from sglang_inflight.messages import (
-    SERVED,
+    SERVED_ELSEWHERE,
     AskedDigests,
     DiskSource,
     Opened,
-    SavedFolderSource,
     Selector,
+    ServedSource,
     Source,
     Staged,
     Voted,
@@ -194,12 +194,12 @@ class Jobs:
         Raise ``Altered`` with the tensors' names if they come with other ``digests`` than expected.
         """
         update.check()
-        if isinstance(source, SavedFolderSource):
-            return self._fill_from_saved(update, source)
+        if isinstance(source, ServedSource):
+            return self._fill_from_server(update, source)
         if digests is not None:
             self._refuse_digests_in_place(update)
         if update.saved_digest is not None:
-            raise Refused(f"load_format {SERVED!r} brings all weights: nothing may come after it")
+            raise Refused(f"{SERVED_ELSEWHERE} came whole: nothing may come after them")
         started = time.perf_counter()
         staged = [model for model in self._models if model.role in update.roles]
         models = self._select(staged, selector)
@@ -260,12 +260,12 @@ class Jobs:
             received_digest=None if arrivals.digests is None else digest_of_all(arrivals.digests),
         )
 
-    def _fill_from_saved(self, update: Update, source: SavedFolderSource) -> Staged:
+    def _fill_from_server(self, update: Update, source: ServedSource) -> Staged:
         """Take in all weights of this rank as another server serves them."""
         if update.tensors or update.roles != self._all_roles:
             raise Refused(
-                f"load_format {SERVED!r} brings all weights of all models: it needs an update of "
-                'its own, or a session begun with selector "all" and without other tensors'
+                f"{SERVED_ELSEWHERE} come whole, for all models: they need an update of their own, "
+                'or a session begun with selector "all" and without other tensors'
             )
         started = time.perf_counter()
 
@@ -275,7 +275,7 @@ class Jobs:
 
         load = next(iter(WHOLE_LOADERS), None)
         if load is None:
-            raise Refused(f"load_format {SERVED!r}: the extension that reads it is off")
+            raise Refused(f"{SERVED_ELSEWHERE}: the extension that reads them is off")
         loaded = load(
             source,
             self._models,

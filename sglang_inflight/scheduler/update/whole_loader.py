@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_inflight.messages import SavedFolderSource, SavedVersion
+from sglang_inflight.messages import SavedVersion, ServedSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.weight import Weight
@@ -33,7 +33,7 @@ class WholeLoader(Protocol):
 
     def __call__(
         self,
-        source: SavedFolderSource,
+        source: ServedSource,
         models: Sequence[ShadowedModel],
         weights: Iterable[tuple[ShadowedModel, Weight]],
         layout: Mapping[str, str],

@@ -131,7 +131,7 @@ def test_killed_server_comes_back_to_its_fleet_without_a_trainer(
             ]
             end(lost.process)
             # the dead server fails, and the others are as they were
-            result = command("--catch-up", str(folder), "--json", urls=urls)
+            result = command("--catch-up", "--folder", str(folder), "--json", urls=urls)
             assert result.exit_code == 5, result.output
             assert lost.url in result.stderr
             assert not folder.exists()
@@ -140,7 +140,7 @@ def test_killed_server_comes_back_to_its_fleet_without_a_trainer(
             assert table(urls)[back.url]["behind"]
             assert status(back)["weight_version"] == "v0"
             expect_served(back, 0)
-            result = command("--catch-up", str(folder), urls=urls)
+            result = command("--catch-up", "--folder", str(folder), urls=urls)
             assert result.exit_code == 0, result.output
             rows = table(urls)
             assert {(row["weight_version"], row["digest"]) for row in rows.values()} == {
@@ -151,7 +151,8 @@ def test_killed_server_comes_back_to_its_fleet_without_a_trainer(
             assert list(folder.iterdir()) == []
             # again: nothing is left to do
             epoch = status(back)["epoch"]
-            assert command("--catch-up", str(folder), urls=urls).exit_code == 0
+            again = command("--catch-up", "--folder", str(folder), urls=urls)
+            assert again.exit_code == 0
             assert status(back)["epoch"] == epoch
             for output in expect_all_go_on(running):
                 assert set(output.tokens) == {marker.token(2)}
@@ -167,7 +168,7 @@ def test_fleet_without_a_majority_asks_for_the_version(
     with Fleet(urls) as fleet:
         with pytest.raises(VersionUnclear, match="no version is served by more than half"):
             fleet.catch_up(str(tmp_path))
-        assert command("--catch-up", str(tmp_path), urls=urls).exit_code == 3
+        assert command("--catch-up", urls=urls).exit_code == 3
         with pytest.raises(VersionUnclear, match="no server serves 'v7'"):
             fleet.catch_up(str(tmp_path), weight_version="v7")
         for server in (peer, joiner):
@@ -186,7 +187,7 @@ def test_watching_command_brings_a_server_each_time_it_falls_behind(
     peer: Server, joiner: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
     named = ["--url", peer.url, "--url", joiner.url, "--weight-version", "v1"]
-    words = [*named, "--catch-up", str(tmp_path / "shared"), "--watch", "0.1"]
+    words = [*named, "--catch-up", "--folder", str(tmp_path / "shared"), "--watch", "0.1"]
     command = Path(sys.executable).with_name("sglang-inflight")
     log = tmp_path / "watch.log"
     with log.open("wb") as sink:
@@ -527,7 +528,7 @@ def test_fields_that_do_not_fit_served_weights_are_refused(
         refuse(load(joiner, folder, **fields), word)
     session = succeed(joiner.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
     succeed(joiner.post(FROM_TENSOR, tensor_body(marker.tensors(2), session_id=session)))
-    refuse(load(joiner, folder, session_id=session), "update of its own")
+    refuse(load(joiner, folder, session_id=session), "update of their own")
     expect_served(joiner, 0)
 
 

@@ -93,5 +93,5 @@ def test_unprintable_name_of_another_server_is_refused(tmp_path: Path, name: str
 def test_served_weights_are_refused_without_their_extension(tmp_path: Path) -> None:
     WHOLE_LOADERS.compose([])
     rank = Rank(StagingMode.DEVICE, Model(), checkpoint_shapes={"weight": (4,)})
-    with pytest.raises(Refused, match="the extension that reads it is off"):
+    with pytest.raises(Refused, match="the extension that reads them is off"):
         load(rank, tmp_path)
