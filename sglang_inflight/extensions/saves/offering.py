@@ -5,9 +5,9 @@ the other: the offering thread copies the weights (``copying.py``), computes the
 them (``stream.py``). A piece of another version is never sent: if the version moves on, the
 receiver is told so, and drops what has come.
 
-A rank has one offer at a time, and the others wait for their answer until it is their turn. So no
-receiver waits on a connection while another one is sent to. An offer without a receiver makes way
-for the next one after a while: its caller may be gone.
+A rank has one offer at a time, and the others wait for their answer until it is their turn. An
+offer without a receiver makes way for the next one after a while: its caller may be gone. Receivers
+of one offer, such as the replicas of a server, wait on their connections and are told so.
 
 The thread looks for receivers turn by turn, each turn a job of its own.
 """
@@ -57,7 +57,7 @@ _MOST_OFFERS = 64
 
 @dataclass
 class _Offer:
-    """One offer. The scheduler's thread writes ``given_up``, the offering thread ``ends_at``."""
+    """One offer. The scheduler's thread writes ``given_up``, the offering thread all else."""
 
     call: OfferCall
     weight_version: str
@@ -67,6 +67,8 @@ class _Offer:
     # end of the wait for its turn, and then of the offer
     ends_at: float
     given_up: str | None = None
+    # whether nothing is read for it any more
+    has_ended: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -91,6 +93,11 @@ class _Listening:
     @property
     def is_idle(self) -> bool:
         return time.monotonic() > self.used_at + _IDLE_S
+
+    def check(self) -> None:
+        """Raise if the offer is over. Other receivers learn that they have to wait."""
+        self.offer.check()
+        self.listener.tend()
 
 
 class Offering:
@@ -125,7 +132,7 @@ class Offering:
             # the first replica has the same weights
             self._answers.succeed(call, Listens(weight_version=current_version))
             return
-        self._offers = [offer for offer in self._offers if not offer.is_over]
+        self._offers = [offer for offer in self._offers if not offer.has_ended]
         if len(self._offers) == _MOST_OFFERS:
             raise Conflict(f"{_MOST_OFFERS} offers go on already: withdraw one")
         live = self._served.live
@@ -162,6 +169,7 @@ class Offering:
             now = self._listening
             if now is not None and (now.offer.is_over or (self._waiting and now.is_idle)):
                 now.listener.close()
+                now.offer.has_ended = True
                 now = self._listening = None
             for offer in [each for each in self._waiting if each.is_over]:
                 self._waiting.remove(offer)
@@ -170,7 +178,7 @@ class Offering:
                 now = self._listening = self._listen(self._waiting.pop(0))
             if now is not None and (connection := now.listener.poll(_TURN_S)) is not None:
                 with closing(connection):
-                    self._serve(now.offer, connection)
+                    self._serve(now, connection)
                 now.used_at = time.monotonic()
         finally:
             self._takes_turns = bool(self._waiting) or self._listening is not None
@@ -187,6 +195,7 @@ class Offering:
             self._served.tensors(offer.check)
             listener = Listener(call.host or _own_address(), call.token)
         except BaseException as error:
+            offer.has_ended = True
             self._answers.fail(call, error)
             return None
         offer.ends_at = time.monotonic() + call.timeout_s
@@ -201,11 +210,11 @@ class Offering:
         )
         return _Listening(offer, listener, time.monotonic())
 
-    def _serve(self, offer: _Offer, connection: Connection) -> None:
+    def _serve(self, now: _Listening, connection: Connection) -> None:
         """Send to one receiver. Whatever fails ends this transfer alone, and the receiver's."""
         try:
-            with AbandonableThread(offer.check) as thread:
-                self._send(offer, connection, thread)
+            with AbandonableThread(now.check) as thread:
+                self._send(now, connection, thread)
         except (InflightError, OSError) as error:
             logger.warning("A transfer of the served weights has failed: %s", describe(error))
             connection.tell(describe(error))
@@ -213,8 +222,9 @@ class Offering:
             connection.tell("the offering rank has failed: see its log")
             raise
 
-    def _send(self, offer: _Offer, connection: Connection, thread: AbandonableThread) -> None:
-        served, weights, check = self._served, offer.weights, offer.check
+    def _send(self, now: _Listening, connection: Connection, thread: AbandonableThread) -> None:
+        offer, served, check = now.offer, self._served, now.check
+        weights = offer.weights
         tensors, numbers = served.tensors(check), served.numbers(weights, check)
         head = Head(
             format=FORMAT,

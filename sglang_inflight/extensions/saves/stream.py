@@ -6,6 +6,7 @@ The receiver sends the offer's token. Then the offering rank alone sends:
     PIECE    bytes of the first tensor, until all have come; then
     DIGEST   the tensor's digest; and so on, in the order of the head
     END      the digest of the rank
+    WAIT     before any other frame: it goes on, after another receiver
     WHY      in place of any other frame: why no more comes
 
 A frame is its kind in one byte, its length in eight, and its content. The receiver knows each
@@ -22,6 +23,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -39,6 +41,8 @@ SILENCE_S = 30.0
 _TOKEN_S = 10.0
 # the last frame ends before, unless nobody receives it
 _TELL_S = 5.0
+# pause between two frames that tell a receiver to wait
+_TEND_S = 1.0
 # connections whose token has not come
 _MOST_STRANGERS = 32
 TOKEN_BYTES = 64
@@ -57,6 +61,14 @@ class Kind(enum.IntEnum):
     DIGEST = 3
     END = 4
     WHY = 5
+    WAIT = 6
+
+
+def _front(kind: Kind, length: int) -> bytes:
+    return bytes([kind]) + length.to_bytes(_LENGTH_BYTES, "little")
+
+
+_WAIT = _front(Kind.WAIT, 0)
 
 
 class Described(msgspec.Struct, frozen=True, gc=False):
@@ -128,7 +140,7 @@ class Connection:
             self._sending.release()
 
     def _send(self, kind: Kind, content: memoryview | bytes) -> None:
-        front = bytes([kind]) + len(content).to_bytes(_LENGTH_BYTES, "little")
+        front = _front(kind, len(content))
         if len(content) <= _MOST_TEXT_BYTES:
             self._socket.sendall(front + content)
         else:
@@ -170,6 +182,8 @@ class Connection:
         """Return the length of a frame of ``kind``. Raises ``Refused`` if it is not due."""
         front = bytearray(1 + _LENGTH_BYTES)
         self._fill(memoryview(front))
+        while front == _WAIT:
+            self._fill(memoryview(front))
         found, length = front[0], int.from_bytes(front[1:], "little")
         if found == Kind.WHY and length <= _MOST_TEXT_BYTES:
             why = bytearray(length)
@@ -207,7 +221,8 @@ def naming(rank: str, host: str, port: int) -> Iterator[None]:
 class Listener:
     """Listens for receivers that know the token. Belongs to one thread.
 
-    A connection that does not begin with the token is closed. It delays no other one.
+    A connection that does not begin with the token is closed. It delays no other one. Connections
+    with the token wait for ``poll``. ``tend`` tells them that it goes on.
     """
 
     def __init__(self, host: str, token: str) -> None:
@@ -217,6 +232,8 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         # a stranger's first bytes, and when its time is over
         self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._waiting: deque[Connection] = deque()
+        self._tended_at = 0.0
         self._listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listening.bind((host, 0))
@@ -231,18 +248,37 @@ class Listener:
 
     def poll(self, timeout_s: float) -> Connection | None:
         """Return the next connection with the token, or None if none comes in time."""
+        self._look(0.0 if self._waiting else timeout_s)
+        return self._waiting.popleft() if self._waiting else None
+
+    def tend(self) -> None:
+        """Accept connections, and tell those that wait that it goes on. Cheap if just done."""
+        if time.monotonic() < self._tended_at + _TEND_S:
+            return
+        self._look(0.0)
+        for connection in tuple(self._waiting):
+            try:
+                connection.send(Kind.WAIT, b"")
+            except OSError:
+                # the receiver has left
+                self._waiting.remove(connection)
+                connection.close()
+        self._tended_at = time.monotonic()
+
+    def _look(self, timeout_s: float) -> None:
         ready = [key.fileobj for key, _ in self._selector.select(timeout_s)]
         if self._listening in ready:
             self._accept()
         for stranger in [each for each in self._strangers if each in ready]:
             if (connection := self._read_token(stranger)) is not None:
-                return connection
+                self._waiting.append(connection)
         for stranger, (_, ends_at) in tuple(self._strangers.items()):
             if time.monotonic() > ends_at:
                 self._refuse(stranger)
-        return None
 
     def close(self) -> None:
+        for connection in self._waiting:
+            connection.close()
         for stranger in tuple(self._strangers):
             self._refuse(stranger)
         self._selector.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_inflight.extensions.saves import offering
+from sglang_inflight.extensions.saves import offering, stream
 from sglang_inflight.extensions.saves.messages import Listens, OfferCall, WithdrawCall
 from sglang_inflight.extensions.saves.offering import Offering
 from sglang_inflight.extensions.saves.stream import Connection, Kind
@@ -42,6 +43,7 @@ class Served:
     def pieces_of(
         self, tensor: torch.Tensor, weights: int, check: Callable[[], None]
     ) -> Iterator[torch.Tensor]:
+        check()
         self.read()
         yield from tensor.split(4)
 
@@ -140,6 +142,58 @@ def test_receivers_of_one_offer_get_the_same(rank: Rank) -> None:
         ((version, whole, one, _),) = rank.receive("a")
         assert (version, one) == ("v1", digest(WEIGHT, "target.w"))
         assert torch.equal(whole, WEIGHT)
+
+
+def test_receiver_that_waits_for_another_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer may take longer than a receiver's patience with a silent peer."""
+    monkeypatch.setattr(stream, "_TEND_S", 0.0)
+    rank.offer("a")
+    settle(rank)
+    at: Listens = rank.answers.found["a"]
+    assert at.host is not None
+    seconds: list[Connection] = []
+    told: list[bytes] = []
+    (listening,) = [rank.offering._listening]
+    assert listening is not None
+
+    def second_comes() -> None:
+        assert at.host is not None
+        seconds.append(Connection.to(at.host, at.port, TOKEN))
+        raw = seconds[0]._socket
+        raw.settimeout(0.01)
+        while not told:
+            listening.check()
+            with suppress(TimeoutError):
+                told.append(raw.recv(9))
+        rank.served.read = lambda: None
+
+    rank.served.read = second_comes
+    assert isinstance(rank.receive("a")[0], tuple)
+    assert told == [bytes([Kind.WAIT]) + bytes(8)]
+    # then it is its turn
+    (second,) = seconds
+    second._socket.settimeout(60)
+    rank.turn()
+    assert second.receive_head().offer_id == "a"
+    second.close()
+
+
+def test_receiver_that_leaves_while_it_waits_is_forgotten(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_TEND_S", 0.0)
+    rank.offer("a")
+    settle(rank)
+    listening = rank.offering._listening
+    assert listening is not None
+    Connection.to(listening.listener.host, listening.listener.port, TOKEN).close()
+    while not listening.listener._waiting:
+        listening.check()
+    while listening.listener._waiting:
+        listening.check()
+    assert isinstance(rank.receive("a")[0], tuple)
 
 
 def test_offers_take_turns(rank: Rank) -> None:
@@ -246,6 +300,7 @@ def test_offers_are_limited(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(Conflict, match="2 offers"):
         rank.offer("c")
     rank.withdraw("a")
+    settle(rank)
     rank.offer("c")
 
 
