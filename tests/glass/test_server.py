@@ -16,7 +16,7 @@ import pytest
 from harness import marker
 from harness.server import Server, serve
 from harness.trainer import Trainers
-from sglang_inflight.client import Client
+from sglang_inflight.client import Client, Receipt
 from sglang_inflight.client import Sender as BroadcastSender
 from tests.support import block_fp8, chain, lora, memory_release, mla
 from tests.support.load import (
@@ -183,6 +183,24 @@ def test_saved_weights_are_served_again(server: Server, folder: Path, tmp_path: 
     assert [rank["digest"] for rank in receipt["ranks"]] == [
         rank["digest"] for rank in saved["ranks"]
     ]
+    more_tokens([running])
+    expect_all_go_on([running])
+    expect_served(server, 1)
+
+
+@plain
+def test_offered_weights_are_received_from_the_card(server: Server, folder: Path) -> None:
+    """The server takes its own offer: both ends work at once, beside requests."""
+    update(server, folder, 1, non_blocking=True, kv_cache="recompute")
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    with Client(server.url) as client:
+        offered = client.offer_served_weights(expected_version="v1")
+        receipt = client.update_from_peer(offered, kv_cache="keep")
+        client.withdraw_served_weights(offered.offer_id)
+        digest = client.status()["digest"]
+    assert isinstance(receipt, Receipt)
+    assert [rank.digest for rank in receipt.ranks] == [digest]
+    assert [rank.digest for rank in offered.ranks] == [digest]
     more_tokens([running])
     expect_all_go_on([running])
     expect_served(server, 1)
