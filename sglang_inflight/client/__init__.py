@@ -20,7 +20,8 @@ from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.returning import CaughtUp, FleetTable, VersionUnclear
 from sglang_inflight.client.sender import GroupFailed, Sender
-from sglang_inflight.client.shard_sender import Shard, ShardSender
+from sglang_inflight.client.shard_parts import Shard
+from sglang_inflight.client.shard_sender import ShardSender
 from sglang_inflight.client.spans import (
     Span,
     cover_exactly,

@@ -95,6 +95,29 @@ class AsyncFleet:
         if len({server.url for server in self.servers}) < len(self.servers):
             raise ValueError("a server is named twice")
         self._in_session = False
+        # URLs of the servers that take no part in updates, pauses and rollbacks
+        self.left_out: set[str] = set()
+
+    @property
+    def taking_part(self) -> tuple[AsyncClient, ...]:
+        """The servers that are not left out."""
+        return tuple(server for server in self.servers if server.url not in self.left_out)
+
+    def leave_out(self, urls: Iterable[str]) -> None:
+        """Go on without some servers: those that are dead, or that leave the fleet.
+
+        Updates, pauses and rollbacks are those of the other servers, which must be all or none. A
+        server that is left out serves what it served, if it serves. ``catch_up`` brings it to the
+        fleet's version, and from then on it takes part again. Raises ``ValueError`` for an unknown
+        URL, or if no server would be left.
+        """
+        left_out = self.left_out | {*urls}
+        known = {server.url for server in self.servers}
+        if unknown := left_out - known:
+            raise ValueError(f"no server of this fleet: {', '.join(sorted(unknown))}")
+        if left_out == known:
+            raise ValueError("a fleet needs a server that is not left out")
+        self.left_out = left_out
 
     async def __aenter__(self) -> AsyncFleet:
         return self
@@ -106,8 +129,12 @@ class AsyncFleet:
         await together(server.aclose() for server in self.servers)
 
     async def status(self) -> Report[Status]:
-        """Return each server's status. Raises nothing: failures are in the report."""
-        return await self._everywhere(Report("status"), AsyncClient.status)
+        """Return the status of each server, also of those that are left out.
+
+        Raises nothing: failures are in the report.
+        """
+        every = [server.url for server in self.servers]
+        return await self._everywhere(Report("status"), AsyncClient.status, every)
 
     async def wait_for(
         self, *, weight_version: str, timeout_s: float | None = None
@@ -258,7 +285,7 @@ class AsyncFleet:
             )
 
         report = Report[Receipt]("roll back")
-        wanted = [server.url for server in self.servers if only is None or server.url in only]
+        wanted = [server.url for server in self.taking_part if only is None or server.url in only]
         # a server without a status rolls back with the decode servers
         for turn in _prefill_first(await self.status(), wanted):
             await self._everywhere(report, roll_back, turn)
@@ -322,6 +349,7 @@ class AsyncFleet:
                 await self._bring(late, peers, version, path, report, keeps_folder=keeps_folder)
             if not left or not await self._has_moved_on(version, weight_version, report):
                 break
+        self.left_out -= report.answers.keys()
         return report
 
     async def _tell(
@@ -560,7 +588,7 @@ class AsyncFleet:
         call: Callable[[AsyncClient], Awaitable[A]],
         only: Collection[str] | None = None,
     ) -> Report[A]:
-        """Call each server, and collect every answer or failure in ``report``."""
+        """Call each server of ``only``, by default those that take part. Fill ``report``."""
 
         async def attempt(server: AsyncClient) -> None:
             try:
@@ -571,9 +599,8 @@ class AsyncFleet:
                 report.failures[server.url] = NoAnswer("it was interrupted before its answer")
                 raise
 
-        await together(
-            attempt(server) for server in self.servers if only is None or server.url in only
-        )
+        urls = {server.url for server in self.taking_part} if only is None else only
+        await together(attempt(server) for server in self.servers if server.url in urls)
         return report
 
 

@@ -188,6 +188,15 @@ class Fleet(Blocking[AsyncFleet]):
         """
         super().__init__(AsyncFleet(urls, api_key=api_key, timeout_s=timeout_s))
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """URLs of the servers that take no part in updates, pauses and rollbacks."""
+        return frozenset(self.client.left_out)
+
+    def leave_out(self, urls: Iterable[str]) -> None:
+        """Go on without some servers (``AsyncFleet.leave_out``)."""
+        self.client.leave_out(urls)
+
     status = waiting(AsyncFleet.status)
     wait_for = waiting(AsyncFleet.wait_for)
     paused = waiting_block(AsyncFleet.paused)

@@ -56,9 +56,9 @@ class Target(Protocol[Receipt_co]):
 
 
 def servers_of(target: Target[Any]) -> Sequence[AsyncClient]:
-    """Return the client of each server."""
+    """Return the client of each server that takes part in updates."""
     inner = target.client
-    return inner.servers if isinstance(inner, AsyncFleet) else (inner,)
+    return inner.taking_part if isinstance(inner, AsyncFleet) else (inner,)
 
 
 class Sender(Generic[Receipt_co]):
@@ -159,10 +159,14 @@ class Sender(Generic[Receipt_co]):
     def join(self) -> None:
         """Form the group if there is none. ``send`` calls this by itself.
 
-        Raises a server's refusal to join, or ``GroupFailed``.
+        A group of other servers than those that take part in the fleet now is left before. Raises a
+        server's refusal to join, or ``GroupFailed``.
         """
-        if self._group is not None:
+        servers = servers_of(self._client)
+        if self._group is not None and [*servers] == [*self._servers]:
             return
+        self.leave()
+        self._servers = servers
         calls = [self._start(server.status) for server in self._servers]
         ranks = [len(call.result()["ranks"]) for call in calls]
         self._group = TrainerGroup(

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
 import msgspec
 
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
+from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.client.sender import REASON_S, GroupFailed, Receipt_co, Target, servers_of
-from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup, choose_backend
-from sglang_inflight.vocabulary.errors import ERRORS, Refused
+from sglang_inflight.client.shard_parts import Own, Shard, pack, shard_of
+from sglang_inflight.client.shard_sending import Calls, Sending
+from sglang_inflight.client.trainer_group import Backend, TrainerGroup, choose_backend
+from sglang_inflight.client.trainer_ranks import TrainerRanks
+from sglang_inflight.vocabulary.chains import chains_of
 from sglang_inflight.vocabulary.regions import Region
 from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
-from sglang_inflight.vocabulary.shards import Held, Shards, read_shards, write_shards
+from sglang_inflight.vocabulary.shards import Shards, read_shards
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 GROUP_NAME = "inflight_shards"
 BUCKET_BYTES = 16 << 20
 # pause between looks at a group that forms
 MEET_POLL_S = 0.05
 T = TypeVar("T")
-
-
-class Shard(NamedTuple):
-    """A part of a tensor, as one rank of the trainer has it.
-
-    ``tensor`` lies at ``starts`` in a tensor of ``shape``. All are in elements.
-    """
-
-    tensor: torch.Tensor
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 class Told(NamedTuple):
@@ -82,6 +77,9 @@ class ShardSender(Generic[Receipt_co]):
         backend: Backend | None = None,
         master_address: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        relays: bool = True,
+        leave_out_dead: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Create a sender. ``client``: on rank 0 alone.
@@ -89,20 +87,34 @@ class ShardSender(Generic[Receipt_co]):
         ``ranks`` is the trainer's own group, by default that of all its processes: its ranks agree
         in it. ``master_address`` is rank 0's machine for all others, by default its address on the
         way to the first server. A bucket takes ``bucket_bytes`` here and on a server's rank, and
-        each rank has one under way for each rank of the servers. The rest is as in ``Sender``.
-        """
-        import torch.distributed as dist
+        each rank has one under way for each chain.
 
+        Floats are sent as ``dtype``, by default each in its own. With ``relays``, ranks of servers
+        that use the same parts form a chain: the first receives them, and each hands them on to the
+        next. Without, the trainer sends them to each.
+
+        With ``leave_out_dead`` a server that does not answer is left out of the fleet
+        (``AsyncFleet.leave_out``), and the version is sent again to the others.
+
+        The rest is as in ``Sender``. All ranks give the same values.
+        """
         self._client = client
-        self._ranks = ranks
-        self._rank, self._trainers = dist.get_rank(ranks), dist.get_world_size(ranks)
+        self._ranks = TrainerRanks(ranks)
+        self._rank, self._trainers = self._ranks.own, self._ranks.count
         if (client is None) == (self._rank == 0):
             raise ValueError("rank 0 of the trainer has a client, and no other rank has one")
-        self._servers = () if client is None else servers_of(client)
+        self._is_fleet = client is not None and isinstance(client.client, AsyncFleet)
+        if leave_out_dead and not (client is None or self._is_fleet):
+            raise ValueError("leave_out_dead needs a fleet")
+        # servers in the group, or to be in it
+        self._servers: Sequence[AsyncClient] = ()
         self._group_name = group_name
         self._backend = choose_backend(backend)
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
+        self._relays = relays
+        self._leave_out_dead = leave_out_dead
+        self._own = Own(dtype)
         self._timeout_s = timeout_s
         self._group: TrainerGroup | None = None
         # servers in the group, on rank 0
@@ -112,7 +124,7 @@ class ShardSender(Generic[Receipt_co]):
         self._dealing: Dealing | None = None
         self._known: dict[str, Mapping[str, Region]] = {}
         # what this rank sends to each receiver, and what those use
-        self._derived: tuple[Sequence[str], list[list[Bucket]]] | None = None
+        self._derived: tuple[Sequence[str], dict[int, list[Bucket]]] | None = None
         self._lines: dict[str, bytes] = {}
         self._are_lines_known = False
         # ranks of each server, on rank 0
@@ -126,13 +138,17 @@ class ShardSender(Generic[Receipt_co]):
         self.leave()
 
     def join(self) -> None:
-        """Form the group if there is none. ``send`` calls this by itself. Raises as ``Sender``."""
-        if self._group is not None:
+        """Form the group if there is none. ``send`` calls this by itself. Raises as ``Sender``.
+
+        A group of other servers than those that take part in the fleet now is left before.
+        """
+        if all(self._ranks.gather(self._is_joined())):
             return
+        self.leave()
         self._held, self._are_lines_known = [], False
         try:
-            told = self._tell(None if self._client is None else self._listen)
-            self._together(lambda: self._join(*told))
+            told = self._ranks.tell(None if self._client is None else self._listen)
+            self._ranks.together(lambda: self._join(*told))
         except BaseException:
             self.leave()
             raise
@@ -161,31 +177,55 @@ class ShardSender(Generic[Receipt_co]):
 
         ``named_tensors``: those that this rank has a part of. Fields are those of ``Sender.send``.
         """
-        self.join()
+        shards = self._ranks.together(lambda: dict(map(shard_of, named_tensors)))
+        while True:
+            try:
+                self.join()
+                self._agree(shards)
+                return self._send(shards, weight_version=weight_version, partial=partial, **fields)
+            except BaseException as error:
+                self.leave()
+                if not (isinstance(error, Exception) and self._goes_on_without_some()):
+                    raise
+                logger.warning("The version is sent to the other servers: %s", error)
+
+    def _goes_on_without_some(self) -> bool:
+        """Leave out the servers that do not answer. Return whether there are some, and others."""
+        if not self._leave_out_dead:
+            return False
         try:
-            shards = self._together(lambda: dict(map(_shard_of, named_tensors)))
-            self._agree(shards)
-            return self._send(shards, weight_version=weight_version, partial=partial, **fields)
-        except BaseException:
-            self.leave()
-            raise
+            return self._ranks.tell(None if self._client is None else self._leave_out)
+        except RuntimeError:
+            # a rank of the trainer is gone, and the caller raises what it has
+            return False
+
+    def _leave_out(self) -> bool:
+        assert self._client is not None
+        fleet = self._client.client
+        assert isinstance(fleet, AsyncFleet)
+        found = self._start(fleet.status).result()
+        dead = found.failures.keys() - fleet.left_out
+        if not dead or not found.answers.keys() - fleet.left_out:
+            return False
+        fleet.leave_out(dead)
+        return True
 
     # ---- what goes where -------------------------------------------------------------
 
     def _agree(self, shards: Mapping[str, Shard]) -> None:
         """Find what all ranks of the trainer have, if it has changed."""
-        own = write_shards((name, _held(shard)) for name, shard in shards.items())
-        digests = self._gather(own.digest)
+        own = self._own.lines_of(shards)
+        digests = self._ranks.gather(own.digest)
         if digests == self._held:
             return
         # a digest stands for its lines, so ranks with equal shards say them once
-        lines = self._gather(None if own.digest in digests[: self._rank] else own.lines)
+        lines = self._ranks.gather(None if own.digest in digests[: self._rank] else own.lines)
         self._lines = {d: found for d, found in zip(digests, lines, strict=True) if found}
 
         def deal() -> Dealing:
             return Dealing([read_shards(Shards(d, self._lines[d])) for d in digests])
 
-        self._dealing = self._together(deal)
+        self._dealing = self._ranks.together(deal)
         self._held, self._are_lines_known, self._derived = digests, False, None
 
     def _ask(self) -> Told:
@@ -204,24 +244,24 @@ class ShardSender(Generic[Receipt_co]):
 
     def _send(self, shards: Mapping[str, Shard], **fields: Any) -> Receipt_co | None:
         if self._client is None:
-            self._deal_out(shards, self._tell(None))
+            self._deal_out(shards, self._ranks.tell(None))
             # the outcome of the session
-            self._tell(None)
+            self._ranks.tell(None)
             return None
         # others wait for a word of rank 0, for that of ``_ask`` and then for the outcome
         is_owed = True
         try:
             with self._client.session(**fields) as receipt:
                 told = self._ask()
-                self._tell(lambda: told)
+                self._ranks.tell(lambda: told)
                 is_owed = False
                 self._deal_out(shards, told)
                 is_owed = True
         except BaseException as error:
             if is_owed:
-                self._say(error)
+                self._ranks.say(error)
             raise
-        self._tell(lambda: None)
+        self._ranks.tell(lambda: None)
         return receipt
 
     def _deal_out(self, shards: Mapping[str, Shard], told: Told) -> None:
@@ -232,132 +272,81 @@ class ShardSender(Generic[Receipt_co]):
             else _used(Shards(digest, told.lines[digest]))
             for digest in told.wanted
         }
-        sending = _Sending(self._sends(shards, told), self._group, self._trainers)
-        self._together(lambda: self._carry_out(sending, told))
+        sending = Sending(self._sends(shards, told), self._group)
+        self._ranks.together(lambda: self._carry_out(sending, told))
 
-    def _carry_out(self, sending: _Sending, told: Told) -> None:
+    def _carry_out(self, sending: Sending, told: Told) -> None:
         assert self._group is not None
-        call = None if self._client is None else self._start_call(told)
+        calls = Calls(
+            {} if self._client is None else self._start_calls(told), is_fleet=self._is_fleet
+        )
         try:
             try:
-                sending.run(lambda: _raise_first([] if call is None else [call]))
+                sending.run(calls.check)
             except GroupFailed:
                 # the servers may know why
-                if call is not None and wait([call], REASON_S).done:
-                    call.result()
+                calls.find_reason()
                 raise
-            if call is not None:
-                call.result()
+            calls.finish()
         except BaseException as error:
             self._group.fail(f"rank {self._rank} of the trainer: {error}")
             raise
         finally:
-            if call is not None:
-                call.cancel()
+            calls.cancel()
         self._are_lines_known = True
 
-    def _start_call(self, told: Told) -> Future[Any]:
-        assert self._client is not None
-        wanted = {self._trainers + at: digest for at, digest in enumerate(told.wanted)}
+    def _start_calls(self, told: Told) -> dict[str, Future[Any]]:
         sent = {
             "held": self._held,
             "lines": {} if self._are_lines_known else self._lines,
-            "wanted": wanted,
+            "wanted": self._by_rank(told),
             "bucket_bytes": self._bucket_bytes,
+            "relays": self._relays,
         }
         body = base64.b64encode(msgspec.msgpack.encode(sent)).decode()
-        return self._start(
-            self._client.client.update,
-            "parts",
-            wire="shards",
-            group_name=self._group_name,
-            body=body,
-        )
+        fields = {"wire": "shards", "group_name": self._group_name, "body": body}
+        return {s.url: self._start(s.update, "parts", **fields) for s in self._servers}
 
-    def _sends(
-        self, shards: Mapping[str, Shard], told: Told
-    ) -> list[Iterator[tuple[Bucket, torch.Tensor]]]:
-        """Return what goes to each rank of the servers: the buckets, packed one by one."""
+    def _by_rank(self, told: Told) -> dict[int, str]:
+        """Return what each rank of the servers uses, by its rank in the group."""
+        return {self._trainers + at: digest for at, digest in enumerate(told.wanted)}
+
+    def _sends(self, shards: Mapping[str, Shard], told: Told) -> dict[int, Iterator[torch.Tensor]]:
+        """Return what goes to the first rank of each chain: the buckets, packed one by one."""
         assert self._dealing is not None
         if self._derived is None or self._derived[0] != told.wanted:
             kinds = self._dealing.kinds
-            buckets = []
-            for receiver, digest in enumerate(told.wanted):
-                wanted = {name: r for name, r in self._known[digest].items() if name in kinds}
-                buckets.append(
-                    self._dealing.buckets(self._rank, receiver, wanted, self._bucket_bytes)
+            found: dict[int, list[Bucket]] = {}
+            for first, *_ in chains_of(self._by_rank(told), relays=self._relays):
+                receiver = first - self._trainers
+                used = self._known[told.wanted[receiver]]
+                wanted = {name: region for name, region in used.items() if name in kinds}
+                found[first] = self._dealing.buckets(
+                    self._rank, receiver, wanted, self._bucket_bytes
                 )
-            self._derived = told.wanted, buckets
-        return [((b, _pack(b, shards)) for b in found) for found in self._derived[1]]
-
-    # ---- among the trainer's ranks -------------------------------------------------------
-
-    def _gather(self, value: T) -> list[T]:
-        """Return the value of each rank."""
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self._trainers
-        dist.all_gather_object(found, value, group=self._ranks)
-        return found
-
-    def _together(self, do: Callable[[], T]) -> T:
-        """Do something on every rank. Raises on every rank if it fails on one."""
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = do()
-        except BaseException as error:
-            failure = error
-        try:
-            said = self._gather(_said(failure))
-        except RuntimeError as error:
-            gone = GroupFailed(f"a rank of the trainer is gone: {error}")
-            raise failure or gone from error
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(said):
-            if each is not None:
-                raise _heard(each, f"rank {rank} of the trainer")
-        return result  # type: ignore[return-value]
-
-    def _tell(self, do: Callable[[], T] | None) -> T:
-        """Return on every rank what rank 0 makes, by ``do``. Raises there what it raises."""
-        import torch.distributed as dist
-
-        box: list[Any] = [None, None]
-        failure: BaseException | None = None
-        if do is not None:
-            try:
-                box[0] = do()
-            except BaseException as error:
-                failure, box[1] = error, _said(error)
-        dist.broadcast_object_list(box, group=self._ranks, group_src=0)
-        if failure is not None:
-            raise failure
-        if box[1] is not None:
-            raise _heard(box[1], "rank 0 of the trainer")
-        found: T = box[0]
-        return found
-
-    def _say(self, error: BaseException) -> None:
-        """Have the other ranks raise ``error``, where they wait for rank 0's word."""
-
-        def fail() -> None:
-            raise error
-
-        with contextlib.suppress(type(error)):
-            self._tell(fail)
+            self._derived = told.wanted, found
+        return {
+            first: (pack(bucket, shards) for bucket in buckets)
+            for first, buckets in self._derived[1].items()
+        }
 
     # ---- how -------------------------------------------------------------------------
 
     def _listen(self) -> tuple[str, int, int]:
         """Make rank 0's side of the group. Return its address and port, and the servers' ranks."""
+        assert self._client is not None
+        self._servers = servers_of(self._client)
         calls = [self._start(server.status) for server in self._servers]
         self._of_server = [len(call.result()["ranks"]) for call in calls]
         receivers = sum(self._of_server)
         self._group = self._make_group(receivers, None)
         address = self._master_address or self._group.address_for(self._servers[0].url)
         return address, self._group.port, receivers
+
+    def _is_joined(self) -> bool:
+        """Return whether the servers that take part now are in the group."""
+        is_same = self._client is None or [*servers_of(self._client)] == [*self._servers]
+        return self._group is not None and is_same
 
     def _make_group(self, receivers: int, master: tuple[str, int] | None) -> TrainerGroup:
         return TrainerGroup(
@@ -407,92 +396,6 @@ class ShardSender(Generic[Receipt_co]):
         return self._client.portal.start_task_soon(functools.partial(call, *args, **fields))
 
 
-class _Sending:
-    """The sends of one version from one rank. One is under way to each receiver."""
-
-    def __init__(
-        self,
-        sends: Sequence[Iterator[tuple[Bucket, torch.Tensor]]],
-        group: TrainerGroup | None,
-        trainers: int,
-    ) -> None:
-        assert group is not None
-        self._sends = dict(enumerate(sends))
-        self._group = group
-        self._trainers = trainers
-        # the send to each receiver, with its memory
-        self._under_way: dict[int, tuple[Future[None], torch.Tensor]] = {}
-
-    def run(self, check: Callable[[], object]) -> None:
-        """Send everything. ``check`` raises to give up; so does a failure of another rank."""
-        while self._sends or self._under_way:
-            self._begin()
-            done = [at for at, (sent, _) in self._under_way.items() if sent.done()]
-            for at in done:
-                sent, _ = self._under_way.pop(at)
-                try:
-                    sent.result()
-                except RuntimeError as error:
-                    raise GroupFailed(f"sending to rank {at} of the servers: {error}") from error
-            if not done:
-                check()
-                if (why := self._group.why_failed()) is not None:
-                    raise GroupFailed(why)
-                wait([sent for sent, _ in self._under_way.values()], POLL_S, FIRST_COMPLETED)
-
-    def _begin(self) -> None:
-        for at in [*self._sends]:
-            if at in self._under_way:
-                continue
-            if (following := next(self._sends[at], None)) is None:
-                del self._sends[at]
-                continue
-            _, row = following
-            self._under_way[at] = self._group.send(row, self._trainers + at), row
-
-
-def _shard_of(named: tuple[str, torch.Tensor | Shard]) -> tuple[str, Shard]:
-    """Return what this rank has of a tensor. Raises ``Refused`` for a ``DTensor`` to be reduced."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    name, tensor = named
-    if isinstance(tensor, Shard):
-        return name, tensor
-    if not isinstance(tensor, DTensor):
-        return name, Shard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise Refused(f"{name!r} is a sum that its ranks have not made yet: {tensor.placements}")
-    _, starts = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return name, Shard(tensor.to_local().detach(), tuple(starts), tuple(tensor.shape))
-
-
-def _held(shard: Shard) -> Held:
-    dtype = str(shard.tensor.dtype).removeprefix("torch.")
-    region = Region(tuple(shard.starts), tuple(shard.tensor.shape))
-    return Held(dtype, tuple(shard.shape), (region,) if shard.tensor.numel() else ())
-
-
-def _used(shards: Shards) -> Mapping[str, Region]:
-    """Return what a rank of a server uses."""
-    return {name: held.regions[0] for name, held in read_shards(shards).items()}
-
-
-def _pack(bucket: Bucket, shards: Mapping[str, Shard]) -> torch.Tensor:
-    """Return the bytes of ``bucket``, on the device of its first tensor."""
-    import torch
-
-    device = shards[bucket.pieces[0].name].tensor.device
-    row = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-    for piece in bucket.pieces:
-        shard = shards[piece.name]
-        own = Region(tuple(shard.starts), tuple(shard.tensor.shape))
-        piece.view(row).copy_(shard.tensor[piece.region.seen_from(own).slices()])
-    return row
-
-
 def _raise_first(calls: Iterable[Future[Any]]) -> None:
     """Raise the first failure so far."""
     for call in calls:
@@ -500,10 +403,6 @@ def _raise_first(calls: Iterable[Future[Any]]) -> None:
             call.result()
 
 
-def _said(error: BaseException | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, f"{error}")
-
-
-def _heard(said: tuple[str, str], who: str) -> Exception:
-    kind, message = said
-    return ERRORS.get(kind, GroupFailed)(f"{who}: {message}")
+def _used(shards: Shards) -> Mapping[str, Region]:
+    """Return what a rank of a server uses."""
+    return {name: held.regions[0] for name, held in read_shards(shards).items()}

@@ -97,7 +97,7 @@ class Wire:
         self.sent: list[torch.Tensor] = []
         self.parts: Mapping[str, Region] = {}
         self.change: Any = lambda name, part: part
-        monkeypatch.setattr(reading, "WIRES", [lambda: ("test", self._read)])
+        monkeypatch.setattr(reading, "WIRES", [lambda _: ("test", self._read)])
 
     def _read(self, _: object, __: object, parts: Mapping[str, Region], *___: object) -> Any:
         self.parts = parts

@@ -2,11 +2,16 @@
 
 A call names what the trainer's ranks have, by digests. The rank knows what it uses. From both it
 derives the buckets that come, from whom and in which order, and posts a receive for each in turn.
-A tensor is handed on once all of its part has come.
+A tensor is staged once all of its part has come.
 
-No wait is circular: a rank takes each bucket in one order, waits for nothing else, and a sender
-sends to each rank on its own. So the bucket that a rank waits for is the next one that its sender
-has for it.
+Ranks that use the same parts form a chain (``vocabulary/chains.py``). The first one receives the
+buckets from the trainer, and each hands a bucket on to the next one while it receives the bucket
+after and stages this one. A bucket is handed on as it came: each rank checks its own.
+
+No wait is circular. A rank takes the buckets in one order, and waits for the one before it in the
+chain and for the one after it. Each rank is in one chain, and a chain has no cycle: its last rank
+waits for nobody after it, its first one for the trainer alone. A trainer's rank sends to each chain
+on its own, so the bucket that a first rank waits for is the next one that the sender has for it.
 """
 
 from __future__ import annotations
@@ -16,12 +21,15 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from sglang_inflight.extensions.shards.describing import Describing
 from sglang_inflight.messages import PartsSource
-from sglang_inflight.scheduler.groups.groups import Groups
+from sglang_inflight.metrics import Metrics
+from sglang_inflight.scheduler.groups.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.reading import WIRES
+from sglang_inflight.vocabulary.chains import Place, chains_of, place_of
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.regions import Region
 from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
@@ -40,12 +48,20 @@ class Sent(msgspec.Struct, kw_only=True):
     # digests of what the servers' ranks use, as the trainer knows it, by the rank in the group
     wanted: dict[int, str]
     bucket_bytes: int
+    # whether ranks that use the same parts hand them on to each other
+    relays: bool = False
 
 
 class ShardsWire:
     """One rank's end. The staging thread owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self._received = metrics.counter(
+            "sglang:inflight_received_parts_bytes", "Bytes of parts that this rank received."
+        )
+        self._handed_on = metrics.counter(
+            "sglang:inflight_handed_on_parts_bytes", "Bytes that it handed on to another rank."
+        )
         self._held: dict[str, dict[str, Held]] = {}
         self._dealing: tuple[list[str], Dealing] | None = None
         self._describing = Describing()
@@ -70,29 +86,26 @@ class ShardsWire:
                     "ask for them anew"
                 )
             dealing = self._deal(sent)
+            place = place_of(group.rank, chains_of(sent.wanted, relays=sent.relays))
             wanted = {name: region for name, region in parts.items() if name in dealing.kinds}
-            layout = dealing, used, sent.bucket_bytes, group.rank
+            layout = dealing, used, sent.bucket_bytes, place.first
             if self._buckets is None or self._buckets[0] != layout:
-                receiver = group.rank - len(sent.held)
+                receiver = place.first - len(sent.held)
                 found = dealing.for_receiver(receiver, wanted, sent.bucket_bytes)
                 self._buckets = layout, found
             buckets = self._buckets[1]
         except (msgspec.MsgspecError, ValueError) as error:
             raise Refused(f"the trainer's shards cannot be taken: {error}") from error
         where = group.receives_on(device)
-        expected = (
-            (row, (row, bucket))
-            for bucket in buckets
-            for row in [torch.empty(bucket.nbytes, dtype=torch.uint8, device=where)]
-        )
-        received = group.receive_each(
-            expected,
-            check,
-            source.transfer_id,
-            begin=lambda row, content: group.begin_from(content[1].source, row),
-        )
+        link = _Link(group, place, buckets, where)
+        received = group.receive_each(link.rows(), check, source.transfer_id, begin=link.begin)
         whole = _Whole(wanted, where)
         for row, bucket in received:
+            if bucket is None:
+                continue
+            self._received.inc(bucket.nbytes)
+            if place.after is not None:
+                self._handed_on.inc(bucket.nbytes)
             yield from whole.add(bucket, row)
         group.mark_taken(source.transfer_id)
 
@@ -105,6 +118,40 @@ class ShardsWire:
             self._held = {digest: self._held[digest] for digest in sent.held}
             self._dealing = sent.held, Dealing([self._held[digest] for digest in sent.held])
         return self._dealing[1]
+
+
+class _Link:
+    """A rank's place in its chain during one call. The staging thread owns it."""
+
+    def __init__(
+        self, group: Group, place: Place, buckets: Sequence[Bucket], device: torch.device
+    ) -> None:
+        self._group = group
+        self._place = place
+        self._buckets = buckets
+        self._device = device
+        # the last bucket's memory, to be handed on with the next receive
+        self._last: torch.Tensor | None = None
+
+    def rows(self) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, Bucket | None]]]:
+        """Yield memory for each bucket. The last bucket is handed on by an item without one."""
+        for bucket in self._buckets:
+            row = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            yield row, (row, bucket)
+        if self._place.after is not None and self._last is not None:
+            yield self._last, (self._last, None)
+
+    def begin(self, _: torch.Tensor, content: tuple[torch.Tensor, Bucket | None]) -> dist.Work:
+        """Begin to receive a bucket, and to hand on the one before it, which has come."""
+        row, bucket = content
+        sent = received = None
+        if self._place.after is not None and self._last is not None:
+            sent = self._place.after, self._last
+        if bucket is not None:
+            before = self._place.before
+            received = (bucket.source if before is None else before), row
+        self._last = row
+        return self._group.begin_between(received, sent)
 
 
 class _Whole:
@@ -137,5 +184,5 @@ class _Whole:
 
 
 @WIRES.join()
-def make_wire() -> tuple[str, ShardsWire]:
-    return NAME, ShardsWire()
+def make_wire(metrics: Metrics) -> tuple[str, ShardsWire]:
+    return NAME, ShardsWire(metrics)

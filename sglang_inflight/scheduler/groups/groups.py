@@ -158,14 +158,24 @@ class Group:
         # not by this process's rank in its own world
         return int(self._group.rank())
 
-    def begin_from(self, source: int, buffer: torch.Tensor) -> dist.Work | None:
-        """Begin to receive into ``buffer`` what rank ``source`` sends to this rank."""
+    def begin_between(
+        self,
+        received: tuple[int, torch.Tensor] | None,
+        sent: tuple[int, torch.Tensor] | None,
+    ) -> dist.Work:
+        """Begin to receive from one rank, and to send to another one. At least one is given.
+
+        Each is a rank of the group and a buffer. The work ends when both have ended. In one batch
+        NCCL does both at once, on the group's communicator, and makes none for each pair of ranks.
+        """
+        wanted = [(dist.irecv, received, "from"), (dist.isend, sent, "to")]
+        ops = [(do, *given, way) for do, given, way in wanted if given is not None]
         if launches(dist.get_backend(self._group)):
-            # in a batch NCCL uses the group's communicator, and makes none for each pair of ranks
-            of_source = dist.P2POp(dist.irecv, buffer, source, self._group)
-            return dist.batch_isend_irecv([of_source])[0]
-        work = dist.irecv(buffer, src=source, group=self._group)
-        return None if work is None else WaitedFor(work)
+            batch = [dist.P2POp(do, buffer, rank, self._group) for do, rank, buffer, _ in ops]
+            return dist.batch_isend_irecv(batch)[0]
+        return WaitedFor(
+            {f"{way} rank {rank}": do(buffer, rank, self._group) for do, rank, buffer, way in ops}
+        )
 
     def receives_on(self, device: torch.device) -> torch.device:
         """Return where to receive tensors for ``device``: a backend of the host's writes there."""
@@ -254,7 +264,8 @@ class Group:
     ) -> Iterator[T]:
         """Fill each of the ``expected`` tensors with the trainer's next broadcast.
 
-        ``begin`` begins to receive otherwise than by a broadcast of rank 0.
+        ``begin`` begins to receive otherwise than by a broadcast of rank 0. Then one receive is
+        under way at a time. The next one begins once a content has come, before it is yielded.
 
         If the loop has posted the first broadcasts for ``transfer_id``, their buffers are filled
         instead. Yields a tensor's content once it is filled. Raises the errors of ``check`` while
@@ -265,15 +276,19 @@ class Group:
             transfer = self._take_ahead(transfer_id)
             if transfer is None:
                 transfer = _Transfer(expected, begin or self._begin_broadcast)
+        window = WINDOW_BYTES if launches(dist.get_backend(self._group)) and not begin else 0
         while True:
             self._refuse_if_broken()
             with self._broken_by_failure():
-                self._post_window(transfer, check)
+                self._post_window(transfer, check, window)
                 if not transfer.awaits_one:
                     return
                 with self._in_use:
                     self._await_first(check)
-            yield transfer.take_first()
+                content = transfer.take_first()
+                if begin is not None:
+                    self._post_window(transfer, check, window)
+            yield content
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:
@@ -295,9 +310,10 @@ class Group:
                 f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
 
-    def _post_window(self, transfer: _Transfer[Any], check: Callable[[], None]) -> None:
+    def _post_window(
+        self, transfer: _Transfer[Any], check: Callable[[], None], window: int
+    ) -> None:
         self._refuse_if_left()
-        window = WINDOW_BYTES if launches(dist.get_backend(self._group)) else 0
         while (buffer := transfer.find_next(window)) is not None:
             if not self._has_met:
                 self._meet(transfer, buffer, check)

@@ -1,8 +1,9 @@
-"""Polls a receive of gloo's from one rank, which only a blocking wait ends."""
+"""Polls sends and receives of gloo between two ranks, which only a blocking wait ends."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,22 +13,25 @@ from sglang_inflight.threads import start_thread
 
 
 class WaitedFor(dist.Work):
-    """A receive with a thread of its own, which waits for it.
+    """Sends and receives with a thread of their own, which waits for them.
 
     gloo does not say whether a receive from one rank has ended, and a wait with a time limit breaks
-    all of its connections. The thread ends with the receive, or with the connection.
+    all of its connections. The thread ends with the last of them, or with the first failure.
     """
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, works: Mapping[str, Any]) -> None:
+        """``works``: each by a name for errors."""
         super().__init__()
         self._ended = threading.Event()
         self._failure: Exception | None = None
 
         def run() -> None:
-            try:
-                work.wait()
-            except Exception as error:
-                self._failure = error
+            for name, work in works.items():
+                try:
+                    work.wait()
+                except Exception as error:
+                    self._failure = RuntimeError(f"{name}: {error}")
+                    break
             self._ended.set()
 
         start_thread(run, name="inflight-receive")

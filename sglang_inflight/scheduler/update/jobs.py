@@ -107,7 +107,7 @@ class Jobs:
         for model in models:
             model.on_audit = metrics.observe_audit
         self._shadows = shadows
-        self.reader = Reader(groups, device, rate_limit)
+        self.reader = Reader(groups, device, rate_limit, metrics)
         self._metrics = metrics
         self._mode = mode
         self._device = device

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from harness import marker
-from sglang_inflight.client import Client, shard_sender
-from sglang_inflight.client.shard_sender import Shard as Told
-from sglang_inflight.client.shard_sender import ShardSender
+from sglang_inflight.client import Client, Fleet, ShardSender, shard_sender
+from sglang_inflight.client import Shard as Told
+from sglang_inflight.client.report import Report
 from tests.support import moe
 
 Tensors = dict[str, Any]
@@ -87,14 +87,24 @@ def ranks_of(layout: str) -> int:
     return 2 if layout == BY_HAND else LAYOUTS[layout].ranks
 
 
-def _run(rank: int, ranks: int, port: int, url: str, orders: Any, answers: Any) -> None:
+def _run(
+    rank: int,
+    ranks: int,
+    port: int,
+    urls: Sequence[str],
+    options: dict[str, Any],
+    orders: Any,
+    answers: Any,
+) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, ranks, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE_S)
     )
-    client = Client(url) if rank == 0 else None
-    sender = ShardSender(client, bucket_bytes=BUCKET_BYTES)
+    client: Client | Fleet | None = None
+    if rank == 0:
+        client = Client(*urls) if len(urls) == 1 else Fleet(urls)
+    sender: ShardSender[Any] = ShardSender(client, **{"bucket_bytes": BUCKET_BYTES} | options)
     while (order := orders.get()) is not None:
         try:
             answers.put((rank, None, _send(sender, rank, **order)))
@@ -126,18 +136,20 @@ def _send(
     receipt = sender.send(shards.items(), weight_version=f"v{version}", on_busy=on_busy)
     if receipt is None:
         return None
+    if isinstance(receipt, Report):
+        return {url: digests_of(answer) for url, answer in receipt.answers.items()}
     return {"tensors": receipt["tensors"], "digests": digests_of(receipt)}
 
 
 def _die_after(buckets: int) -> None:
-    pack, packed = shard_sender._pack, itertools.count()
+    pack, packed = shard_sender.pack, itertools.count()
 
     def pack_or_die(*args: Any) -> torch.Tensor:
         if next(packed) >= buckets:
             os.kill(os.getpid(), signal.SIGKILL)
         return pack(*args)
 
-    vars(shard_sender)["_pack"] = pack_or_die
+    vars(shard_sender)["pack"] = pack_or_die
 
 
 def digests_of(receipt: Any) -> list[str]:
@@ -155,7 +167,7 @@ def make_random(rank: int, tensors: Tensors) -> None:
 class Trainer:
     """Processes of one trainer. Each order goes to all of them."""
 
-    def __init__(self, url: str, ranks: int) -> None:
+    def __init__(self, urls: Sequence[str], ranks: int, options: dict[str, Any]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._answers = spawn.Queue()
@@ -163,7 +175,15 @@ class Trainer:
         self.processes = [
             spawn.Process(
                 target=_run,
-                args=(rank, ranks, self._store.port, url, self._orders[rank], self._answers),
+                args=(
+                    rank,
+                    ranks,
+                    self._store.port,
+                    urls,
+                    options,
+                    self._orders[rank],
+                    self._answers,
+                ),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -214,8 +234,9 @@ class Failed(Exception):
 
 
 @contextmanager
-def trainer(url: str, ranks: int) -> Iterator[Trainer]:
-    one = Trainer(url, ranks)
+def trainer(urls: str | Sequence[str], ranks: int, **options: Any) -> Iterator[Trainer]:
+    """``options``: those of the sender."""
+    one = Trainer([urls] if isinstance(urls, str) else urls, ranks, options)
     try:
         yield one
     finally:

@@ -23,6 +23,7 @@ from sglang_inflight.messages import (
     has_custom_loader,
     is_sparse,
 )
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.groups.groups import Groups
 from sglang_inflight.scheduler.update.checks.arrivals import Arrivals
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -90,13 +91,15 @@ class ReadParts(Protocol):
 
 
 # each makes a wire of one rank, and names it
-WIRES: Joint[Callable[[], tuple[str, ReadParts]]] = Joint("wires")
+WIRES: Joint[Callable[[Metrics], tuple[str, ReadParts]]] = Joint("wires")
 
 
 class Reader:
     """The sources of one rank. The staging thread owns it, but for ``stop_reading``."""
 
-    def __init__(self, groups: Groups, device: torch.device, rate_limit: RateLimit) -> None:
+    def __init__(
+        self, groups: Groups, device: torch.device, rate_limit: RateLimit, metrics: Metrics
+    ) -> None:
         # those of the tensors in calls
         self.layouts = CallLayouts()
         # those of checkpoints on disk
@@ -106,6 +109,7 @@ class Reader:
         self._groups = groups
         self._device = device
         self._rate_limit = rate_limit
+        self._metrics = metrics
         self._gpu_memory = GPUMemory(device)
         # once parts of tensors come
         self._wires: dict[str, ReadParts] | None = None
@@ -195,7 +199,7 @@ class Reader:
     ) -> Iterator[tuple[Model, Weights]]:
         """Yield the parts of tensors. A target and a draft may use different ones of a tensor."""
         if self._wires is None:
-            self._wires = dict(make() for make in WIRES)
+            self._wires = dict(make(self._metrics) for make in WIRES)
         if (wire := self._wires.get(source.wire)) is None:
             raise Refused(f"parts of tensors come by {source.wire!r}, which is not known here")
         of_each = [model.parts for model in models]
