@@ -14,14 +14,16 @@ import msgspec
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.fields import SessionFields
+from sglang_inflight.client.report import FleetSplit
 from sglang_inflight.client.sender import REASON_S, GroupFailed, Receipt_co, Target, servers_of
 from sglang_inflight.client.shard_parts import Own, Shard, pack, shard_of
 from sglang_inflight.client.shard_sending import Calls, Sending
 from sglang_inflight.client.trainer_group import Backend, TrainerGroup, choose_backend
 from sglang_inflight.client.trainer_ranks import TrainerRanks
 from sglang_inflight.vocabulary.chains import chains_of
+from sglang_inflight.vocabulary.errors import HalfDone
 from sglang_inflight.vocabulary.regions import Region
-from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
+from sglang_inflight.vocabulary.shard_buckets import FORMAT, Bucket, Dealing
 from sglang_inflight.vocabulary.shards import Shards, read_shards
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ GROUP_NAME = "inflight_shards"
 BUCKET_BYTES = 16 << 20
 # pause between looks at a group that forms
 MEET_POLL_S = 0.05
+AGAIN, COMMITTED = "again", "committed"
 T = TypeVar("T")
 
 
@@ -185,30 +188,44 @@ class ShardSender(Generic[Receipt_co]):
                 return self._send(shards, weight_version=weight_version, partial=partial, **fields)
             except BaseException as error:
                 self.leave()
-                if not (isinstance(error, Exception) and self._goes_on_without_some()):
+                outcome = self._outcome_without_dead(error)
+                if outcome is None:
                     raise
-                logger.warning("The version is sent to the other servers: %s", error)
+                logger.warning("Servers that do not answer were left out: %s", error)
+                if outcome == COMMITTED:
+                    # a fleet's own report, without those that were left out
+                    found: Any = error.report if isinstance(error, FleetSplit) else None
+                    return found
 
-    def _goes_on_without_some(self) -> bool:
-        """Leave out the servers that do not answer. Return whether there are some, and others."""
-        if not self._leave_out_dead:
-            return False
+    def _outcome_without_dead(self, error: BaseException) -> str | None:
+        """Leave out the servers that do not answer.
+
+        Returns whether the version is to be sent ``AGAIN`` to the others, or has been ``COMMITTED``
+        by all others; None if the failure has another cause.
+        """
+        if not self._leave_out_dead or not isinstance(error, Exception):
+            return None
         try:
-            return self._ranks.tell(None if self._client is None else self._leave_out)
+            return self._ranks.tell(
+                None if self._client is None else lambda: self._leave_out(error)
+            )
         except RuntimeError:
             # a rank of the trainer is gone, and the caller raises what it has
-            return False
+            return None
 
-    def _leave_out(self) -> bool:
+    def _leave_out(self, error: Exception) -> str | None:
         assert self._client is not None
         fleet = self._client.client
         assert isinstance(fleet, AsyncFleet)
         found = self._start(fleet.status).result()
         dead = found.failures.keys() - fleet.left_out
         if not dead or not found.answers.keys() - fleet.left_out:
-            return False
+            return None
         fleet.leave_out(dead)
-        return True
+        if not isinstance(error, HalfDone):
+            return AGAIN
+        is_whole = isinstance(error, FleetSplit) and error.report.failures.keys() <= dead
+        return COMMITTED if is_whole else None
 
     # ---- what goes where -------------------------------------------------------------
 
@@ -297,6 +314,7 @@ class ShardSender(Generic[Receipt_co]):
 
     def _start_calls(self, told: Told) -> dict[str, Future[Any]]:
         sent = {
+            "format": FORMAT,
             "held": self._held,
             "lines": {} if self._are_lines_known else self._lines,
             "wanted": self._by_rank(told),

@@ -16,6 +16,9 @@ from sglang_inflight.vocabulary.transfers import Part, Transfers
 if TYPE_CHECKING:
     import torch
 
+# a number for the rules by which buckets are cut: both sides must have the same
+FORMAT = 1
+
 # pieces begin at multiples of it, so that each is a tensor of its dtype where it lies
 _ALIGNED = 16
 

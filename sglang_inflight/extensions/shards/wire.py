@@ -32,7 +32,7 @@ from sglang_inflight.scheduler.update.sources.reading import WIRES
 from sglang_inflight.vocabulary.chains import Place, chains_of, place_of
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.regions import Region
-from sglang_inflight.vocabulary.shard_buckets import Bucket, Dealing
+from sglang_inflight.vocabulary.shard_buckets import FORMAT, Bucket, Dealing
 from sglang_inflight.vocabulary.shards import Held, Shards, read_shards
 
 NAME = "shards"
@@ -41,6 +41,8 @@ NAME = "shards"
 class Sent(msgspec.Struct, kw_only=True):
     """The body of a call: what the ranks of the trainer have, and how they cut it."""
 
+    # the rules of the cut, ``shard_buckets.FORMAT``
+    format: int
     # digests of what each rank of the trainer has, in the group's order
     held: list[str]
     # lines of the digests that this server may not know
@@ -80,6 +82,11 @@ class ShardsWire:
         group = groups.get(source.group_name)
         try:
             sent = msgspec.msgpack.decode(source.body, type=Sent)
+            if sent.format != FORMAT:
+                raise ValueError(
+                    f"the trainer cuts buckets by the rules {sent.format}, and this server by "
+                    f"{FORMAT}: install the same version of the package on both sides"
+                )
             if sent.wanted.get(group.rank) != (used := self._describing.of(models).digest):
                 raise ValueError(
                     f"this rank uses the parts {used} of tensors, and the trainer knows others: "

@@ -21,6 +21,7 @@ from sglang_inflight.messages import (
     JoinGroupCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.groups.filled import Filled
 from sglang_inflight.scheduler.groups.process_group import (
     Formed,
     Pulse,
@@ -173,9 +174,16 @@ class Group:
         if launches(dist.get_backend(self._group)):
             batch = [dist.P2POp(do, buffer, rank, self._group) for do, rank, buffer, _ in ops]
             return dist.batch_isend_irecv(batch)[0]
-        return WaitedFor(
-            {f"{way} rank {rank}": do(buffer, rank, self._group) for do, rank, buffer, way in ops}
-        )
+
+        def begin() -> dist.Work:
+            return WaitedFor(
+                {
+                    f"{way} rank {rank}": do(buffer, rank, self._group)
+                    for do, rank, buffer, way in ops
+                }
+            )
+
+        return begin() if received is None else Filled(received[1], begin)
 
     def receives_on(self, device: torch.device) -> torch.device:
         """Return where to receive tensors for ``device``: a backend of the host's writes there."""
@@ -323,7 +331,10 @@ class Group:
             transfer.note_posted()
 
     def _begin_broadcast(self, buffer: torch.Tensor, _: object) -> dist.Work | None:
-        return dist.broadcast(buffer, src=0, group=self._group, async_op=True)
+        def begin() -> dist.Work | None:
+            return dist.broadcast(buffer, src=0, group=self._group, async_op=True)
+
+        return begin() if launches(dist.get_backend(self._group)) else Filled(buffer, begin)
 
     def _post(self, transfer: _Transfer[Any], buffer: torch.Tensor) -> None:
         self._refuse_if_left()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,15 +125,20 @@ def _send(
     version: int,
     change: Callable[[int, Tensors], None] = lambda rank, tensors: None,
     dies: tuple[int, int] | None = None,
+    does: Callable[[int], None] = lambda rank: None,
     on_busy: str = "wait",
     model: str = "marker",
 ) -> Any:
-    """``dies``: a rank, and the number of buckets after which it is killed."""
+    """``dies``: a rank, and the number of buckets after which it is killed.
+
+    ``does`` is called on each rank before it sends.
+    """
     tensors = dict(MODELS[model](version))
     change(rank, tensors)
     shards = held(layout, tensors, rank)
     if dies is not None and dies[0] == rank:
-        _die_after(dies[1])
+        after_buckets(dies[1], partial(os.kill, os.getpid(), signal.SIGKILL))
+    does(rank)
     receipt = sender.send(shards.items(), weight_version=f"v{version}", on_busy=on_busy)
     if receipt is None:
         return None
@@ -141,15 +147,16 @@ def _send(
     return {"tensors": receipt["tensors"], "digests": digests_of(receipt)}
 
 
-def _die_after(buckets: int) -> None:
-    pack, packed = shard_sender.pack, itertools.count()
+def after_buckets(count: int, do: Callable[[], object]) -> None:
+    """Have this rank call ``do`` once, after ``count`` buckets, before it packs another one."""
+    pack, packed = vars(shard_sender)["pack"], itertools.count()
 
-    def pack_or_die(*args: Any) -> torch.Tensor:
-        if next(packed) >= buckets:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def pack_after(*args: Any) -> torch.Tensor:
+        if next(packed) == count:
+            do()
         return pack(*args)
 
-    vars(shard_sender)["pack"] = pack_or_die
+    vars(shard_sender)["pack"] = pack_after
 
 
 def digests_of(receipt: Any) -> list[str]:
