@@ -135,6 +135,24 @@ def test_wrong_shape_is_named_and_the_next_version_goes_live(
     expect_to_run_on(server, generations, [0, 1])
 
 
+def test_broadcast_of_fewer_bytes_than_described_is_refused(
+    server: Server, sender: ToServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo takes what comes for the whole, and leaves the rest of the buffer as it was."""
+    broadcast = trainer_group.TrainerGroup.broadcast
+
+    def broadcast_half(group: Any, flat: torch.Tensor) -> Any:
+        return broadcast(group, flat[: len(flat) // 2].clone())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_group.TrainerGroup, "broadcast", broadcast_half)
+        with pytest.raises(Refused, match="fewer bytes than its call describes"):
+            sender.send(weights(1))
+    expect_served(server, 0)
+    sender.send(weights(1))
+    expect_served(server, 1)
+
+
 def test_missing_tensor_is_named(server: Server, sender: ToServer) -> None:
     sender.send(weights(0), weight_version="v0")
     before = serving(server)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -27,7 +27,7 @@ from tests.extensions.shards.trainer import (
     ranks_of,
     trainer,
 )
-from tests.support import moe
+from tests.support import block_fp8, mla, moe
 from tests.support.load import ENDLESS, start_running
 from tests.support.plugins import with_plugin
 from tests.support.updates import expect_served, expect_to_run_on
@@ -73,37 +73,49 @@ def test_shards_serve_what_whole_tensors_would(
                 assert sent["digests"] == expected, layout
 
 
-@pytest.mark.parametrize(
-    ("model", "flags"),
-    [
-        ("marker", ("--pp-size", "2")),
-        ("moe", ("--tp-size", "2")),
-        ("moe", ("--tp-size", "2", "--ep-size", "2")),
-    ],
-    ids=["stages", "experts cut in two", "experts of two ranks"],
-)
-def test_each_rank_gets_its_stage_and_its_experts(
-    model: str, flags: Sequence[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "v0"
-    config = moe.CONFIG if model == "moe" else marker.CONFIG
-    marker.write(folder, MODELS[model](0), config)
-    tensors = dict(MODELS[model](1))
+class Served(NamedTuple):
+    """A model, and what its server needs. ``share``: most of the elements that one rank uses."""
+
+    model: str
+    config: dict[str, Any]
+    flags: Sequence[str]
+    env: dict[str, str]
+    share: float
+
+
+# SGLang's own experts need a GPU
+EXPERTS = with_plugin("experts")
+TP = ("--tp-size", "2")
+SERVED = {
+    "stages": Served("marker", marker.CONFIG, ("--pp-size", "2"), {}, 0.8),
+    "experts cut in two": Served("moe", moe.CONFIG, TP, EXPERTS, 0.8),
+    "experts of two ranks": Served("moe", moe.CONFIG, (*TP, "--ep-size", "2"), EXPERTS, 0.8),
+    # finished after loading: derived weights, and blocks of FP8 with their scales
+    "latent attention": Served("mla", mla.CONFIG, TP, mla.ENV, 0.9),
+    "blocks of FP8": Served("fp8", block_fp8.CONFIG, TP, block_fp8.ENV, 0.8),
+    "blocks of FP8 on one rank": Served("fp8", block_fp8.CONFIG, (), block_fp8.ENV, 1.0),
+}
+
+
+@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+def test_each_rank_gets_its_part_of_the_model(served: Served, tmp_path: Path) -> None:
+    folder, make = tmp_path / "v0", MODELS[served.model]
+    marker.write(folder, make(0), served.config)
+    tensors = dict(make(1))
     make_random(0, tensors)
-    # SGLang's own experts need a GPU
-    env = with_plugin("experts") if model == "moe" else {}
-    with serve(folder, *flags, log=tmp_path / "log", env=env) as server:
+    with serve(folder, *served.flags, log=tmp_path / "log", env=served.env) as server:
         with Client(server.url) as client, Sender(client) as sender:
             expected = digests_of(sender.send(tensors.items(), weight_version="whole"))
-            sender.send(MODELS[model](2).items(), weight_version="another")
+            sender.send(make(2).items(), weight_version="another")
         with trainer(server.url, 2) as sharded:
-            sent = sharded.send(layout="rows", version=1, change=make_random, model=model)[0]
-        assert sent["digests"] == expected
+            # gloo spreads no FP8 tensor over a mesh
+            sent = sharded.send(layout=BY_HAND, version=1, change=make_random, model=served.model)
+        assert sent[0]["digests"] == expected
         uses = [
             sum(held.regions[0].numel for held in read_shards(_shards(rank)).values())
             for rank in plan_of(server)
         ]
-    assert max(uses) < 0.8 * sum(tensor.numel() for tensor in tensors.values())
+    assert max(uses) <= served.share * sum(tensor.numel() for tensor in tensors.values())
 
 
 def _shards(rank: dict[str, Any]) -> Shards:
@@ -212,3 +224,19 @@ def test_killed_trainer_leaves_the_server_serving(
         other.send(layout="rows", version=1, on_busy="replace")
     expect_served(tp2_server, 1)
     expect_to_run_on(tp2_server, generations, [0, 1])
+
+
+def test_floats_are_cast_on_the_senders_side(tp2_server: Server) -> None:
+    """A trainer with float32 weights sends half of their bytes."""
+    with trainer(tp2_server.url, 2) as sharded:
+        expected = sharded.send(layout="rows", version=1)[0]
+    with trainer(tp2_server.url, 2, dtype=torch.bfloat16) as sharded:
+        sent = sharded.send(layout="rows", version=1, change=make_wide)[0]
+    assert sent["digests"] == expected["digests"]
+    assert sent["bytes"] == expected["bytes"]
+    expect_served(tp2_server, 1)
+
+
+def make_wide(rank: int, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.float()

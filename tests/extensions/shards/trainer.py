@@ -25,7 +25,7 @@ from harness import marker
 from sglang_inflight.client import Client, Fleet, ShardSender, shard_sender
 from sglang_inflight.client import Shard as Told
 from sglang_inflight.client.report import Report
-from tests.support import moe
+from tests.support import block_fp8, mla, moe
 
 Tensors = dict[str, Any]
 # a busy machine starts processes slowly
@@ -62,6 +62,8 @@ LAYOUTS = {
 MODELS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
     "marker": marker.tensors,
     "moe": moe.tensors,
+    "mla": mla.tensors,
+    "fp8": block_fp8.tensors,
 }
 # told by hand: each rank has some rows, as Megatron's ranks do
 BY_HAND = "by hand"
@@ -144,7 +146,8 @@ def _send(
         return None
     if isinstance(receipt, Report):
         return {url: digests_of(answer) for url, answer in receipt.answers.items()}
-    return {"tensors": receipt["tensors"], "digests": digests_of(receipt)}
+    known = {name: receipt[name] for name in ("tensors", "bytes")}
+    return {**known, "digests": digests_of(receipt)}
 
 
 def after_buckets(count: int, do: Callable[[], object]) -> None:
