@@ -109,10 +109,8 @@ class Reader:
         self._groups = groups
         self._device = device
         self._rate_limit = rate_limit
-        self._metrics = metrics
         self._gpu_memory = GPUMemory(device)
-        # once parts of tensors come
-        self._wires: dict[str, ReadParts] | None = None
+        self._wires = dict(make(metrics) for make in WIRES)
         self._ways: dict[type, Callable[[Any, Update, Take], Batches]] = {
             TensorSource: self._from_tensors,
             DistributedSource: self._from_broadcasts,
@@ -198,8 +196,6 @@ class Reader:
         self, models: Sequence[Model], update: Update, source: PartsSource
     ) -> Iterator[tuple[Model, Weights]]:
         """Yield the parts of tensors. A target and a draft may use different ones of a tensor."""
-        if self._wires is None:
-            self._wires = dict(make(self._metrics) for make in WIRES)
         if (wire := self._wires.get(source.wire)) is None:
             raise Refused(f"parts of tensors come by {source.wire!r}, which is not known here")
         of_each = [model.parts for model in models]
