@@ -201,6 +201,7 @@ class Package:
     changes_on_card: Constant
     offset: Constant
     buffers: Constant
+    bucket: Constant
     rounding: Constant
     remap_handles: Constant
     remap_handle: Constant
@@ -306,6 +307,9 @@ PACKAGE = Package(
         "sglang_inflight/scheduler/groups/groups.py",
         Status.SET,
         "memory: no memory while staging",
+    ),
+    bucket=Constant(
+        16 * MIB, "B", "sglang_inflight/client/shard_sender.py, BUCKET_BYTES", Status.SET
     ),
     rounding=Constant(
         2,
@@ -544,6 +548,14 @@ class Deployment:
         return self.model.tensors(self.precision)
 
     @property
+    def own_tensors(self) -> float:
+        """Tensors of which a card takes a part: its experts, and everything else."""
+        of_experts = 3 * self.model.experts * self.model.expert_layers
+        if self.precision is Precision.FP8:
+            of_experts *= 2
+        return self.tensors - of_experts + of_experts / self.cards
+
+    @property
     def taken_bytes(self) -> float:
         """Bytes of the tensors of which a card takes a part: its experts, and everything else."""
         model, precision = self.model, self.precision
@@ -711,8 +723,14 @@ class Staging:
         return overlapping + self.finishing_s + self.digest_s
 
     @property
+    def all_overlapping_s(self) -> float:
+        """Return the seconds if the digest were made while tensors come: it is not."""
+        overlapping = max(self.transport_s, self.bytes_s, self.interpreter_s, self.digest_s)
+        return overlapping + self.finishing_s
+
+    @property
     def bound(self) -> str:
-        """Return the part that the others wait for."""
+        """Return the part of the first three that the others wait for."""
         parts = {
             TRANSPORT: self.transport_s,
             "pace of bytes": self.bytes_s,
@@ -745,6 +763,33 @@ def staging(
         interpreter_s=interpreter_s / share,
         finishing_s=deployment.finished_bytes * over_link,
         digest_s=_digest_s(deployment, machine),
+    )
+
+
+def sharded(
+    deployment: Deployment,
+    machine: Machine = H100,
+    *,
+    servers: int = 1,
+    form: Form = Form.CHANGES,
+) -> Staging:
+    """Return how long an update by parts is staged, from a trainer on as many cards as a server.
+
+    Every card receives what it keeps, over its own network card. Of several servers of one layout
+    the first receives it from the trainer, and each hands buckets on to the next.
+    """
+    hops = (servers - 1) * PACKAGE.bucket.value
+    passes = 3 if form is Form.CHANGES else 1
+    # a check reads a part, a batch holds it, and then it is written or compared
+    touched = (2 + passes) * deployment.card_bytes
+    finished = deployment.finished_tensors
+    interpreter_s = (deployment.own_tensors - finished) * PACKAGE.tensor_planned.value
+    interpreter_s += finished * PACKAGE.tensor_loaded.value
+    return replace(
+        staging(deployment, machine, form=form),
+        transport_s=(deployment.card_bytes + hops) / machine.nic.value,
+        bytes_s=touched / PACKAGE.pace.value,
+        interpreter_s=interpreter_s / PACKAGE.interpreter_share.value,
     )
 
 
@@ -1202,6 +1247,7 @@ def tables() -> tuple[Table, ...]:
         _stalls(),
         _memories(),
         _stagings(),
+        _sharded(),
         _comparison(),
         _calibration(),
         _open_constants(),
@@ -1237,7 +1283,17 @@ def _summary() -> Table:
     wire = sum(each.bound == TRANSPORT for each in staged)
     rows.append(
         [
-            "staged beside decoding",
+            "staged beside decoding, by broadcasts",
+            f"{_range(min(totals), max(totals))} s",
+            f"bound by the transport in {wire} of {len(DEPLOYMENTS)}",
+        ]
+    )
+    by_parts = [sharded(each) for each in DEPLOYMENTS]
+    totals = [each.total_s for each in by_parts]
+    wire = sum(each.bound == TRANSPORT for each in by_parts)
+    rows.append(
+        [
+            "staged beside decoding, by parts",
             f"{_range(min(totals), max(totals))} s",
             f"bound by the transport in {wire} of {len(DEPLOYMENTS)}",
         ]
@@ -1359,6 +1415,41 @@ def _stagings() -> Table:
             ]
         )
     return Table("staging", "Staging by broadcasts beside decoding, and staleness", columns, rows)
+
+
+def _sharded() -> Table:
+    columns = (
+        "deployment",
+        "wire, s",
+        "bytes, s",
+        "interpreter, s",
+        "finishing, s",
+        "digest, s",
+        "staged, s",
+        "of 4 servers, s",
+        "bound by",
+        "by broadcasts, s",
+        "digest meanwhile, not built, s",
+    )
+    rows = []
+    for each in DEPLOYMENTS:
+        staged = sharded(each)
+        rows.append(
+            [
+                each.name,
+                _round(staged.transport_s),
+                _round(staged.bytes_s),
+                _round(staged.interpreter_s),
+                _round(staged.finishing_s),
+                _round(staged.digest_s),
+                _round(staged.total_s),
+                _round(sharded(each, servers=4).total_s),
+                staged.bound,
+                _round(staging(each).total_s),
+                _round(staged.all_overlapping_s),
+            ]
+        )
+    return Table("sharded", "Staging by parts beside decoding", columns, rows)
 
 
 def _comparison() -> Table:

@@ -176,6 +176,18 @@ def test_staging_is_faster_than_its_transport_and_its_paces(deployment: Deployme
 
 
 @each_deployment
+def test_parts_bring_a_card_more_than_it_keeps(deployment: Deployment) -> None:
+    staged = scale.sharded(deployment)
+    assert staged.transport_s == deployment.card_bytes / scale.H100.nic.value
+    assert staged.total_s <= scale.staging(deployment).total_s
+    assert staged.all_overlapping_s <= staged.total_s
+    # a further server adds a bucket
+    hop = scale.sharded(deployment, servers=2).transport_s - staged.transport_s
+    assert hop == pytest.approx(PACKAGE.bucket.value / scale.H100.nic.value)
+    assert deployment.finished_tensors < deployment.own_tensors <= deployment.tensors
+
+
+@each_deployment
 def test_card_takes_fewer_bytes_than_it_keeps_or_more_than_come(deployment: Deployment) -> None:
     assert deployment.card_bytes <= deployment.taken_bytes <= deployment.total_bytes
     assert deployment.finished_bytes < deployment.card_bytes
