@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 
 
 class Own:
-    """What one rank of the trainer has, as lines. They are written anew once it has something else.
+    """Writes lines of what one rank of the trainer has, anew once it has something else.
 
     ``dtype``: the dtype in which floats of at least two bytes are sent; None: each in its own.
     """

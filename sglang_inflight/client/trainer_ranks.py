@@ -1,4 +1,4 @@
-"""What the ranks of a trainer agree on, in the trainer's own group."""
+"""Agreement among the ranks of a trainer, in the trainer's own group."""
 
 from __future__ import annotations
 
