@@ -296,9 +296,11 @@ def full_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def uncounted() -> Any:
     """Return ``Metrics`` for jobs, which counts nothing."""
+    counter = SimpleNamespace(inc=lambda count: None)
     return SimpleNamespace(
+        counter=lambda name, help: counter,
         observe_load=lambda source, seconds: None,
         observe_changes=lambda staged_as: None,
         observe_audit=lambda audited, different: None,
-        staged_bytes=SimpleNamespace(inc=lambda count: None),
+        staged_bytes=counter,
     )
