@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ from sglang_inflight.vocabulary.shards import Held, Shards, write_shards
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 
 class Shard(NamedTuple):
@@ -55,7 +57,10 @@ class Own:
 
 
 def shard_of(named: tuple[str, torch.Tensor | Shard]) -> tuple[str, Shard]:
-    """Return what this rank has of a tensor. Raises ``Refused`` for a ``DTensor`` to be reduced."""
+    """Return what this rank has of a tensor.
+
+    Raises ``Refused`` for a ``DTensor`` to be reduced, and for one whose part is no single region.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -66,10 +71,38 @@ def shard_of(named: tuple[str, torch.Tensor | Shard]) -> tuple[str, Shard]:
         return name, Shard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise Refused(f"{name!r} is a sum that its ranks have not made yet: {tensor.placements}")
+    if _lies_apart(tensor):
+        raise Refused(
+            f"{name!r} lies apart on each rank, in several regions: {tensor.placements}. "
+            "Redistribute it first"
+        )
     _, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return name, Shard(tensor.to_local().detach(), tuple(starts), tuple(tensor.shape))
+
+
+def _lies_apart(tensor: DTensor) -> bool:
+    """Return whether a rank's part is several regions.
+
+    A strided shard is one region where as many shards of its dimension follow as its factor says,
+    as in FSDP2 over tensor parallel. A view of heads may leave one that nothing follows.
+    """
+    from torch.distributed.tensor.placement_types import Shard as Sharded
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for at, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            following = math.prod(
+                tensor.device_mesh.size(behind)
+                for behind, other in enumerate(tensor.placements)
+                if behind > at
+                and isinstance(other, Sharded | _StridedShard)
+                and other.dim == placement.dim
+            )
+            if following != placement.split_factor:
+                return True
+    return False
 
 
 def pack(bucket: Bucket, shards: Mapping[str, Shard]) -> torch.Tensor:
