@@ -1,4 +1,4 @@
-"""Who sends to whom when servers catch up over the network.
+"""A fleet chooses who sends to whom when servers catch up over the network.
 
 The servers give canned answers. ``tests/extensions/saves/test_peers.py`` has real ones.
 """

@@ -33,7 +33,6 @@ from tests.support.pool import CHANGES
 from tests.support.updates import (
     LIVE,
     Call,
-    drop_session,
     expect_served,
     refuse,
     serving,
@@ -42,41 +41,12 @@ from tests.support.updates import (
 )
 
 pytest_plugins = ["tests.support.fixtures"]
+pytestmark = pytest.mark.usefixtures("as_before")
 
 OFFER, WITHDRAW = "/inflight/offer", "/inflight/withdraw"
 EXPECT, FROM_PEER = "/inflight/expect", "/inflight/update_weights_from_peer"
 FROM_TENSOR = "/update_weights_from_tensor"
 V0 = ("--weight-version", "v0")
-
-
-@pytest.fixture(scope="module")
-def peer(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that serves version 1, and whose sending can be halted."""
-    log = tmp_path_factory.mktemp("peer") / "log"
-    with serve(checkpoints / "v0", *V0, "--enable-memory-saver", log=log, env=FAULTY) as one:
-        update(one, checkpoints, 1, **LIVE)
-        yield one
-
-
-@pytest.fixture(scope="module")
-def joiner(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that serves version 0, staged as changes."""
-    log = tmp_path_factory.mktemp("joiner") / "log"
-    with serve(checkpoints / "v0", *V0, log=log, env=CHANGES) as one:
-        yield one
-
-
-@pytest.fixture(autouse=True)
-def _as_before(request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[None]:
-    """Return the servers to their versions."""
-    yield
-    for name, version in (("peer", 1), ("joiner", 0)):
-        if name in request.fixturenames:
-            server: Server = request.getfixturevalue(name)
-            drop_session(server)
-            succeed(server.post(EXPECT, {}))
-            if status(server)["weight_version"] != f"v{version}":
-                update(server, checkpoints, version, **LIVE)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from harness.starting import end
 from sglang_inflight.cli import app
 from sglang_inflight.client import Fleet, VersionUnclear
 from tests.extensions.saves.saved_folder import describe_tensors
-from tests.support import block_fp8, faults, gemma, mla
+from tests.support import block_fp8, gemma, mla
 from tests.support.faults import Faults
 from tests.support.load import (
     ENDLESS,
@@ -37,7 +37,6 @@ from tests.support.stalled_mount import stalled_mount
 from tests.support.updates import (
     LIVE,
     Call,
-    drop_session,
     expect_served,
     refuse,
     serving,
@@ -47,41 +46,12 @@ from tests.support.updates import (
 from tests.support.workers import via_worker, workers
 
 pytest_plugins = ["tests.support.fixtures"]
+pytestmark = pytest.mark.usefixtures("as_before")
 
 SAVE, DISCARD, EXPECT = "/inflight/save", "/inflight/discard", "/inflight/expect"
 FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
-V0 = ("--weight-version", "v0")
 TENSORS, PART = "rank-pp0-tp0.safetensors", "rank-pp0-tp0.json"
-
-
-@pytest.fixture(scope="module")
-def peer(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that serves version 1, and whose writes to files can be halted."""
-    log = tmp_path_factory.mktemp("peer") / "log"
-    with serve(checkpoints / "v0", *V0, "--enable-memory-saver", log=log, env=faults.ENV) as one:
-        update(one, checkpoints, 1, **LIVE)
-        yield one
-
-
-@pytest.fixture(scope="module")
-def joiner(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that serves version 0, staged as changes."""
-    log = tmp_path_factory.mktemp("joiner") / "log"
-    with serve(checkpoints / "v0", *V0, log=log, env=CHANGES) as one:
-        yield one
-
-
-@pytest.fixture(autouse=True)
-def _as_before(request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[None]:
-    """Return the servers to their versions."""
-    yield
-    for name, version in (("peer", 1), ("joiner", 0)):
-        if name in request.fixturenames:
-            server: Server = request.getfixturevalue(name)
-            drop_session(server)
-            succeed(server.post(EXPECT, {}))
-            if status(server)["weight_version"] != f"v{version}":
-                update(server, checkpoints, version, **LIVE)
+V0 = ("--weight-version", "v0")
 
 
 def saved(server: Server, folder: Path, **fields: Any) -> Any:

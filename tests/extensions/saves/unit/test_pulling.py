@@ -53,7 +53,7 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class Sending:
-    """What one connection of a peer sends."""
+    """Describes what one connection of a peer sends."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=lambda: dict(TENSORS))
     # shapes in the head, where it lies

@@ -1,4 +1,4 @@
-"""What comes on a connection is what the other side may send, or it is refused."""
+"""A connection takes what the other side may send, and refuses all else."""
 
 from __future__ import annotations
 
