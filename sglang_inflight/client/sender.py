@@ -291,7 +291,7 @@ class Sender(Generic[Receipt_co]):
             wait([formed, *joins], return_when=FIRST_EXCEPTION)
             if formed.done() and formed.exception() is not None:
                 _await_calls(joins, REASON_S)
-            _raise_refusals(joins)
+            raise_failures(joins)
             formed.result()
         except RuntimeError as error:
             raise GroupFailed(f"group {self._group_name!r} was not formed: {error}") from error
@@ -322,7 +322,7 @@ class Sender(Generic[Receipt_co]):
             staged = answer.result()
         except RuntimeError as error:
             _await_calls([answer], REASON_S)
-            _raise_refusals([answer])
+            raise_failures([answer])
             raise GroupFailed(
                 f"a broadcast in group {self._group_name!r} failed: {error}"
             ) from error
@@ -365,8 +365,8 @@ def _await_calls(calls: Sequence[Future[Any]], patience_s: float) -> None:
         call.cancel()
 
 
-def _raise_refusals(calls: Sequence[Future[Any]]) -> None:
-    """Raise the first error among the finished calls."""
+def raise_failures(calls: Iterable[Future[Any]]) -> None:
+    """Raise the first failure among the finished calls."""
     for call in calls:
         if call.done() and not call.cancelled():
             call.result()

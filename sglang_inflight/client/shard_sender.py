@@ -15,7 +15,14 @@ from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.client.report import FleetSplit
-from sglang_inflight.client.sender import REASON_S, GroupFailed, Receipt_co, Target, servers_of
+from sglang_inflight.client.sender import (
+    REASON_S,
+    GroupFailed,
+    Receipt_co,
+    Target,
+    raise_failures,
+    servers_of,
+)
 from sglang_inflight.client.shard_parts import Own, Shard, pack, shard_of
 from sglang_inflight.client.shard_sending import Calls, Sending
 from sglang_inflight.client.trainer_group import Backend, TrainerGroup, choose_backend
@@ -395,10 +402,10 @@ class ShardSender(Generic[Receipt_co]):
             joins.append(self._start(server.join_group, **fields))
         try:
             while wait([formed, *joins], MEET_POLL_S, FIRST_EXCEPTION).not_done:
-                _raise_first([*joins, formed])
+                raise_failures([*joins, formed])
                 if (why := group.why_failed()) is not None:
                     raise RuntimeError(why)
-            _raise_first([*joins, formed])
+            raise_failures([*joins, formed])
         except RuntimeError as error:
             raise GroupFailed(f"group {self._group_name!r} was not formed: {error}") from error
         finally:
@@ -412,13 +419,6 @@ class ShardSender(Generic[Receipt_co]):
     ) -> Future[T]:
         assert self._client is not None
         return self._client.portal.start_task_soon(functools.partial(call, *args, **fields))
-
-
-def _raise_first(calls: Iterable[Future[Any]]) -> None:
-    """Raise the first failure so far."""
-    for call in calls:
-        if call.done():
-            call.result()
 
 
 def _used(shards: Shards) -> Mapping[str, Region]:

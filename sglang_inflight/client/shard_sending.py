@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.client.report import FleetRefused, Report
@@ -35,11 +35,8 @@ class Calls:
 
     def finish(self) -> None:
         """Wait for all servers. Raises as ``check``."""
-        while True:
-            left = wait(self._calls.values(), POLL_S * 50).not_done
-            self.check()
-            if not left:
-                return
+        wait(self._calls.values(), return_when=FIRST_EXCEPTION)
+        self.check()
 
     def find_reason(self) -> None:
         """Raise a failure that comes soon."""
