@@ -5,8 +5,35 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from examples.async_grpo.__main__ import main
 from tests.support.examples import run
 from tests.support.pool import ServerPool
+
+
+def test_sharded_sender_of_the_example_sends_what_it_trains(
+    pool: ServerPool, tmp_path: Path
+) -> None:
+    pool.discard()
+    out = tmp_path / "out"
+    run(
+        *(tmp_path, "async_grpo", "--out", str(out), "--cache", str(tmp_path / "cache")),
+        *("--teaching", "2", "--seconds", "600", "--steps", "2"),
+        *("--way", "in flight", "--sharded"),
+    )
+    (result,) = json.loads((out / "results.json").read_text())["results"]
+    assert result["labels"]["mislabelled"] == 0
+    assert result["labels"]["tokens"] > 0
+    assert len(result["steps"]) == 2
+
+
+def test_changed_elements_are_not_sent_by_a_sharded_sender(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--sharded", "--way", "in flight, sparse"])
+    assert "in flight, sparse" in capsys.readouterr().err
 
 
 def test_async_grpo_example_trains_and_reports(pool: ServerPool, tmp_path: Path) -> None:

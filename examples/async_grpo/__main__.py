@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     exit_at_sigterm()
     console = Console()
-    settings = replace(Settings(), seconds=options.seconds, steps=options.steps)
+    settings = replace(
+        Settings(), seconds=options.seconds, steps=options.steps, sharded=options.sharded
+    )
     torch.set_num_threads(THREADS)
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     logs = Path(tempfile.mkdtemp(prefix="sglang-inflight-rl-"))
@@ -76,11 +78,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--way", action="append", choices=names, metavar="WAY", help=f"one of: {'; '.join(names)}"
     )
     parser.add_argument(
+        "--sharded", action="store_true", help="send as a sharded trainer does; not the sparse way"
+    )
+    parser.add_argument(
         "--teaching", type=_count, default=TEACHING_STEPS, help="steps that make the base model"
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="for the base model")
     parser.add_argument("--out", type=Path, default=Path("rl-results"), help="folder of the page")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if wrong := {*(options.way or [])} - {*_names(options)}:
+        parser.error(f"changed elements are not sent with --sharded: {'; '.join(sorted(wrong))}")
+    return options
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """Return the names of the ways that the options allow."""
+    return [way.name for way in WAYS if not (options.sharded and way.sparse)]
 
 
 def _seconds(text: str) -> float:
@@ -101,7 +114,7 @@ def _run_all(
     options: argparse.Namespace, settings: Settings, console: Console, logs: Path
 ) -> list[Result]:
     """Run each way for each seed on one server. Ways take turns, so that noise meets them all."""
-    ways = [way for way in WAYS if options.way is None or way.name in options.way]
+    ways = [way for way in WAYS if way.name in (options.way or _names(options))]
     options.out.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description}"),

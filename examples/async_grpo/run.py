@@ -10,20 +10,22 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 import torch
+import torch.distributed as dist
 
 from examples.async_grpo import grpo, task
 from examples.async_grpo.evaluation import expected_reward
 from examples.async_grpo.labels import LabelCheck, check_labels
 from examples.async_grpo.model import Weights, served_weights, with_weights
 from examples.async_grpo.rollouts import Group, Rollouts, Tokens, standstills
-from examples.async_grpo.ways import Way
-from sglang_inflight.client import Client, Sender
+from examples.async_grpo.ways import Sends, Way
+from sglang_inflight.client import Client, Sender, ShardSender
 
 RECOMPUTED = "sglang:inflight_recomputed_tokens_total"
 POLL_S = 0.5
@@ -34,7 +36,8 @@ class Settings:
     """``seconds`` is the budget of a run, which also ends after ``steps`` steps, if given.
 
     A step takes ``groups`` groups of ``group_size``. A server that never waits has ``running``
-    groups. ``max_version_lag`` is how many versions behind the trainer a token may be.
+    groups. ``max_version_lag`` is how many versions behind the trainer a token may be. ``sharded``
+    sends as trainers of many processes do.
     """
 
     seconds: float = 120.0
@@ -45,6 +48,7 @@ class Settings:
     learning_rate: float = 2e-4
     max_version_lag: int = 8
     evaluations: int = 24
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ def run(
         group_size=settings.group_size,
         max_version_lag=settings.max_version_lag,
     )
-    with Client(url) as client, Sender(client, sparse=way.sparse) as sender:
+    with Client(url) as client, _sender(client, way, sharded=settings.sharded) as sender:
 
         def update(weights: Weights, version: int) -> float:
             receipt = way.update(client, sender, weights, version)
@@ -220,6 +224,21 @@ def run(
         result.curve.append((seconds, samples, score))
         on_progress(settings.seconds)
     return result
+
+
+@contextmanager
+def _sender(client: Client, way: Way, *, sharded: bool) -> Iterator[Sends]:
+    if not sharded:
+        with Sender(client, sparse=way.sparse) as sender:
+            yield sender
+        return
+    # torchrun would form this group, of one rank for each process
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with ShardSender(client) as sender_of_shards:
+            yield sender_of_shards
+    finally:
+        dist.destroy_process_group()
 
 
 def _count(result: Result, tokens: Tokens, start: float, end: float) -> None:

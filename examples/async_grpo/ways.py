@@ -16,14 +16,23 @@ groups that are finished. The ways differ in what an update does to running requ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from sglang_inflight.client import Client, Sender, Session
+from sglang_inflight.client import Client, Session
 from sglang_inflight.vocabulary.answers import PauseMode
+
+
+class Sends(Protocol):
+    """A ``Sender``, or a ``ShardSender`` of a trainer's rank 0."""
+
+    def send(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, weight_version: str
+    ) -> Session | None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Way:
     def update(
         self,
         client: Client,
-        sender: Sender[Session],
+        sender: Sends,
         weights: Mapping[str, torch.Tensor],
         version: int,
     ) -> Session:
@@ -56,7 +65,10 @@ class Way:
             nullcontext() if self.pause is None else client.paused(self.pause)
         )
         with paused:
-            return sender.send(weights.items(), weight_version=str(version))
+            receipt = sender.send(weights.items(), weight_version=str(version))
+        # rank 0 of a trainer always has one
+        assert receipt is not None
+        return receipt
 
 
 WAYS = (
