@@ -210,17 +210,19 @@ class ShardSender(Generic[Receipt_co]):
         Returns whether the version is to be sent ``AGAIN`` to the others, or has been ``COMMITTED``
         by all others; None if the failure has another cause.
         """
-        if not self._leave_out_dead or not isinstance(error, Exception):
+        if not self._leave_out_dead:
             return None
+        leave_out = functools.partial(self._leave_out, error)
         try:
-            return self._ranks.tell(
-                None if self._client is None else lambda: self._leave_out(error)
-            )
+            return self._ranks.tell(None if self._client is None else leave_out)
         except RuntimeError:
             # a rank of the trainer is gone, and the caller raises what it has
             return None
 
-    def _leave_out(self, error: Exception) -> str | None:
+    def _leave_out(self, error: BaseException) -> str | None:
+        if not isinstance(error, Exception):
+            # an interruption: the other ranks hear that this is the end
+            return None
         assert self._client is not None
         fleet = self._client.client
         assert isinstance(fleet, AsyncFleet)
