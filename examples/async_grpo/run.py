@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from examples.async_grpo import grpo, task
 from examples.async_grpo.evaluation import expected_reward
@@ -233,7 +234,7 @@ def _sender(client: Client, way: Way, *, sharded: bool) -> Iterator[Sends]:
             yield sender
         return
     # torchrun would form this group, of one rank for each process
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with ShardSender(client) as sender_of_shards:
             yield sender_of_shards
