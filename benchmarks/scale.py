@@ -33,6 +33,8 @@ SECTOR_BYTES = 32
 FILE_WIDTH = 200
 NO_ROOM = "does not fit"
 TRANSPORT = "transport"
+# the project's goal for the staging of every deployment
+GOAL_S = 2.0
 
 
 class Status(enum.StrEnum):
@@ -188,6 +190,7 @@ class Package:
     pace: Constant
     interpreter_share: Constant
     tensor_planned: Constant
+    piece: Constant
     tensor_recorded: Constant
     tensor_loaded: Constant
     tensor_at_best: Constant
@@ -230,6 +233,13 @@ PACKAGE = Package(
         f"{_RESULTS}, small_tensors, 2 cores without a GPU: processor time beside the loop",
         Status.MEASURED,
         "stalls: staged_s",
+    ),
+    piece=Constant(
+        10e-6,
+        "s a piece",
+        "sglang_inflight/extensions/shards/wire.py (2026-11-28), 2 cores without a GPU: a small "
+        "piece is copied to its place in a part",
+        Status.MEASURED,
     ),
     tensor_recorded=Constant(
         71e-6,
@@ -350,6 +360,7 @@ class Run:
 
     stream: Constant
     train_step: Constant
+    trainer_cards: Constant
 
 
 RUN = Run(
@@ -364,6 +375,12 @@ RUN = Run(
         60,
         "s",
         "assumed; LlamaRL has 8.9 s for 8B and 59.5 s for 405B, arXiv 2505.24034 (2025-05)",
+        Status.ASSUMED,
+    ),
+    trainer_cards=Constant(
+        1,
+        "for each card of a server",
+        "assumed: each with a network card of its own, and none on the servers' nodes",
         Status.ASSUMED,
     ),
 )
@@ -709,34 +726,37 @@ def commit_s(deployment: Deployment, form: Form, share: float, machine: Machine 
 
 @dataclass(frozen=True)
 class Staging:
-    """The parts of staging. The first three overlap; finishing and the digest come at the end."""
+    """The parts of staging. The first three overlap; finishing and the digest come at the end.
+
+    With ``digest_meanwhile``, which is not built, the digest overlaps as well.
+    """
 
     transport_s: float
     bytes_s: float
     interpreter_s: float
     finishing_s: float
     digest_s: float
+    digest_meanwhile: bool = False
 
     @property
     def total_s(self) -> float:
-        overlapping = max(self.transport_s, self.bytes_s, self.interpreter_s)
-        return overlapping + self.finishing_s + self.digest_s
-
-    @property
-    def all_overlapping_s(self) -> float:
-        """Return the seconds if the digest were made while tensors come: it is not."""
-        overlapping = max(self.transport_s, self.bytes_s, self.interpreter_s, self.digest_s)
-        return overlapping + self.finishing_s
+        after = self.finishing_s + (0.0 if self.digest_meanwhile else self.digest_s)
+        return max(self._overlapping.values()) + after
 
     @property
     def bound(self) -> str:
-        """Return the part of the first three that the others wait for."""
+        """Return the overlapping part that the others wait for."""
+        parts = self._overlapping
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def _overlapping(self) -> dict[str, float]:
         parts = {
             TRANSPORT: self.transport_s,
             "pace of bytes": self.bytes_s,
             "interpreter": self.interpreter_s,
         }
-        return max(parts, key=lambda name: parts[name])
+        return parts | ({"digest": self.digest_s} if self.digest_meanwhile else {})
 
 
 def staging(
@@ -766,31 +786,74 @@ def staging(
     )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """How parts are sent and staged. The defaults are those of the package, for one server.
+
+    ``servers``: of one layout. ``relays``: whether they hand parts on to each other.
+    ``cuts_rows``: whether the trainer cuts the rows of each tensor over all its cards, as FSDP2
+    does. ``digest_meanwhile`` and ``readers`` are not built: whether the digest is made while parts
+    come, and by how many threads. ``pace``: bytes per second.
+    """
+
+    servers: int = 1
+    relays: bool = True
+    cuts_rows: bool = False
+    digest_meanwhile: bool = False
+    readers: float = 1
+    pace: float = PACKAGE.pace.value
+
+
+_DIGEST_MEANWHILE = Parts(digest_meanwhile=True)
+_MORE_READERS = replace(_DIGEST_MEANWHILE, readers=PACKAGE.readers_at_rest.value)
+# six times a network card's rate: a part is touched five times
+WIDE_PACE = 6 * H100.nic.value
+VARIANTS = {
+    "as built": Parts(),
+    "4 servers": Parts(servers=4),
+    "4 servers, no relays": Parts(servers=4, relays=False),
+    "a trainer by FSDP2": Parts(cuts_rows=True),
+    "digest meanwhile": _DIGEST_MEANWHILE,
+    "and by 4 readers": _MORE_READERS,
+    "and at a pace of 300 GB/s": replace(_MORE_READERS, pace=WIDE_PACE),
+}
+
+
 def sharded(
     deployment: Deployment,
     machine: Machine = H100,
     *,
-    servers: int = 1,
+    parts: Parts = VARIANTS["as built"],
     form: Form = Form.CHANGES,
 ) -> Staging:
-    """Return how long an update by parts is staged, from a trainer on as many cards as a server.
+    """Return how long an update by parts is staged, from a sharded trainer.
 
     Every card receives what it keeps, over its own network card. Of several servers of one layout
     the first receives it from the trainer, and each hands buckets on to the next.
     """
-    hops = (servers - 1) * PACKAGE.bucket.value
-    passes = 3 if form is Form.CHANGES else 1
-    # a check reads a part, a batch holds it, and then it is written or compared
-    touched = (2 + passes) * deployment.card_bytes
+    per_card = RUN.trainer_cards.value
+    weights, hops, copies = deployment.card_bytes, 0.0, parts.servers
+    if parts.relays:
+        hops, copies = (parts.servers - 1) * PACKAGE.bucket.value, 1
     finished = deployment.finished_tensors
     interpreter_s = (deployment.own_tensors - finished) * PACKAGE.tensor_planned.value
     interpreter_s += finished * PACKAGE.tensor_loaded.value
+    if parts.cuts_rows and (pieces := deployment.cards * per_card) > 1:
+        interpreter_s += deployment.own_tensors * pieces * PACKAGE.piece.value
     return replace(
         staging(deployment, machine, form=form),
-        transport_s=(deployment.card_bytes + hops) / machine.nic.value,
-        bytes_s=touched / PACKAGE.pace.value,
+        transport_s=(max(weights, weights * copies / per_card) + hops) / machine.nic.value,
+        bytes_s=touched_by_parts(deployment, form) / parts.pace,
         interpreter_s=interpreter_s / PACKAGE.interpreter_share.value,
+        digest_s=_digest_s(deployment, machine, parts.readers),
+        digest_meanwhile=parts.digest_meanwhile,
     )
+
+
+def touched_by_parts(deployment: Deployment, form: Form) -> float:
+    """Return the bytes that count for the pace where parts come: nothing but the card's own."""
+    # a check reads a part, a batch holds it, and then it is written or compared
+    return (2 + _passes(form)) * deployment.card_bytes
 
 
 def touched_bytes(deployment: Deployment, form: Form) -> float:
@@ -799,8 +862,12 @@ def touched_bytes(deployment: Deployment, form: Form) -> float:
     Every tensor that comes is read by a check. One of which the card takes a part waits in a
     batch. Then a weight is written (whole copies), or read, compared, and its bits are kept.
     """
-    passes = 3 if form is Form.CHANGES else 1
-    return deployment.total_bytes + deployment.taken_bytes + passes * deployment.card_bytes
+    taken = deployment.taken_bytes + _passes(form) * deployment.card_bytes
+    return deployment.total_bytes + taken
+
+
+def _passes(form: Form) -> int:
+    return 3 if form is Form.CHANGES else 1
 
 
 def first_s(deployment: Deployment, *, tensor_s: float = PACKAGE.tensor_loaded.value) -> float:
@@ -818,9 +885,14 @@ def first_s(deployment: Deployment, *, tensor_s: float = PACKAGE.tensor_loaded.v
     return found_s + deployment.tensors * tensor_s / share + proof_s
 
 
-def _digest_s(deployment: Deployment, machine: Machine) -> float:
-    """Return the seconds of a digest: pieces go to the host and are hashed there, in turn."""
-    return deployment.card_bytes * (1 / machine.from_card.value + 1 / PACKAGE.hashing.value)
+def _digest_s(deployment: Deployment, machine: Machine, readers: float = 1) -> float:
+    """Return the seconds of a digest: pieces go to the host and are hashed there, in turn.
+
+    ``readers`` threads do so, and share the link.
+    """
+    copied_s = 1 / machine.from_card.value
+    in_turn_s = copied_s + 1 / PACKAGE.hashing.value
+    return deployment.card_bytes * max(copied_s, in_turn_s / readers)
 
 
 def held_s(
@@ -839,7 +911,7 @@ def held_s(
         bytes_s=touched / machine.copies,
         interpreter_s=deployment.tensors * tensor_s,
         finishing_s=0.0,
-        digest_s=_digest_s(deployment, machine) / PACKAGE.readers_at_rest.value,
+        digest_s=_digest_s(deployment, machine, PACKAGE.readers_at_rest.value),
     ).total_s
 
 
@@ -1248,6 +1320,7 @@ def tables() -> tuple[Table, ...]:
         _memories(),
         _stagings(),
         _sharded(),
+        _variants(),
         _comparison(),
         _calibration(),
         _open_constants(),
@@ -1420,20 +1493,21 @@ def _stagings() -> Table:
 def _sharded() -> Table:
     columns = (
         "deployment",
-        "wire, s",
+        "transport, s",
         "bytes, s",
         "interpreter, s",
         "finishing, s",
         "digest, s",
         "staged, s",
-        "of 4 servers, s",
         "bound by",
         "by broadcasts, s",
-        "digest meanwhile, not built, s",
+        "tokens of a stream meanwhile",
+        "trainer's steps",
     )
     rows = []
     for each in DEPLOYMENTS:
         staged = sharded(each)
+        stale = staleness(staged.total_s, stall_s(each, Form.CHANGES, ONE_STEP))
         rows.append(
             [
                 each.name,
@@ -1443,13 +1517,28 @@ def _sharded() -> Table:
                 _round(staged.finishing_s),
                 _round(staged.digest_s),
                 _round(staged.total_s),
-                _round(sharded(each, servers=4).total_s),
                 staged.bound,
                 _round(staging(each).total_s),
-                _round(staged.all_overlapping_s),
+                _round(stale.tokens),
+                _round(stale.train_steps),
             ]
         )
     return Table("sharded", "Staging by parts beside decoding", columns, rows)
+
+
+def _variants() -> Table:
+    found = [[sharded(each, parts=parts) for parts in VARIANTS.values()] for each in DEPLOYMENTS]
+    rows = [
+        [each.name, *(f"{_round(staged.total_s)} ({staged.bound})" for staged in row)]
+        for each, row in zip(DEPLOYMENTS, found, strict=True)
+    ]
+    of_variants = list(zip(*found, strict=True))
+    fast = [sum(staged.total_s <= GOAL_S for staged in column) for column in of_variants]
+    wire = [sum(staged.bound == TRANSPORT for staged in column) for column in of_variants]
+    rows.append([f"at most {GOAL_S:.0f} s", *(f"{n} of {len(DEPLOYMENTS)}" for n in fast)])
+    rows.append(["bound by the transport", *(f"{n} of {len(DEPLOYMENTS)}" for n in wire)])
+    columns = ("deployment", *VARIANTS)
+    return Table("variants", "Staging by parts, other ways, s", columns, rows)
 
 
 def _comparison() -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,15 +26,21 @@ from benchmarks.scale import (
     Constant,
     Deployment,
     Form,
+    Parts,
     Status,
 )
 from harness.starting import ROOT
+from sglang_inflight.client.shard_sender import BUCKET_BYTES
+from sglang_inflight.messages import PartsSource
 from sglang_inflight.scheduler.groups.groups import WINDOW_BYTES
 from sglang_inflight.scheduler.plans import audit
+from sglang_inflight.scheduler.plans.record import Kind
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
+from sglang_inflight.scheduler.update.sources import reading
 from sglang_inflight.scheduler.update.swap import SPARE_BYTES
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.regions import Region
 from tests.support import rank as ranks
 from tests.support.rank import Rank
 
@@ -87,6 +93,7 @@ def test_model_has_other_settings_than_the_package() -> None:
     assert PACKAGE.interpreter_share.value == Settings().pace_interpreter
     assert PACKAGE.spare.value == SPARE_BYTES
     assert PACKAGE.buffers.value == WINDOW_BYTES
+    assert PACKAGE.bucket.value == BUCKET_BYTES
 
 
 @each_deployment
@@ -139,31 +146,62 @@ class Half(nn.Module):
                 self.kept.data.copy_(tensor[:4])
 
 
-@pytest.mark.parametrize(
+each_form = pytest.mark.parametrize(
     ("mode", "form"),
     [(StagingMode.CHANGES, Form.CHANGES), (StagingMode.DEVICE, Form.DEVICE)],
 )
-def test_model_counts_other_bytes_for_the_pace_than_staging(
-    mode: StagingMode, form: Form, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """The limit of each rank, without an audit's bytes."""
     limit = Counting()
     monkeypatch.setattr(Rank, "plans", True)
     monkeypatch.setattr(ranks, "UNPACED", limit)
     monkeypatch.setattr(audit, "_MOST_TENSORS", 0)
-    sent = {
-        "both halves": torch.ones(8, 6, dtype=torch.bfloat16),
-        "another's": torch.ones(3, 5, dtype=torch.bfloat16),
-    }
+    return limit
+
+
+SENT = {
+    "both halves": torch.ones(8, 6, dtype=torch.bfloat16),
+    "another's": torch.ones(3, 5, dtype=torch.bfloat16),
+}
+CARD: Any = SimpleNamespace(
+    total_bytes=2 * (8 * 6 + 3 * 5), taken_bytes=2 * 8 * 6, card_bytes=2 * 4 * 6
+)
+
+
+@each_form
+def test_model_counts_other_bytes_for_the_pace_than_staging(
+    mode: StagingMode, form: Form, limit: Counting
+) -> None:
     with torch.no_grad():
-        rank = Rank(mode, Half(), checkpoint_shapes={n: t.shape for n, t in sent.items()})
+        rank = Rank(mode, Half(), checkpoint_shapes={n: t.shape for n, t in SENT.items()})
         update = rank.begin()
         rank.prepare(update)
         limit.spent = 0
-        rank.fill(update, sent)
-    card: Any = SimpleNamespace(
-        total_bytes=2 * (8 * 6 + 3 * 5), taken_bytes=2 * 8 * 6, card_bytes=2 * 4 * 6
-    )
-    assert limit.spent == scale.touched_bytes(card, form)
+        rank.fill(update, SENT)
+    assert limit.spent == scale.touched_bytes(CARD, form)
+
+
+@each_form
+def test_model_counts_other_bytes_of_parts_than_staging(
+    mode: StagingMode, form: Form, limit: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(_: object, __: object, parts: Mapping[str, Region], *___: object) -> Any:
+        assert parts.keys() == {"both halves"}
+        yield from ((name, SENT[name][region.slices()]) for name, region in parts.items())
+
+    monkeypatch.setattr(reading, "WIRES", [lambda _: ("test", receive)])
+    with torch.no_grad():
+        rank = Rank(mode, Half(), checkpoint_shapes={n: t.shape for n, t in SENT.items()})
+        kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in SENT.items()}
+        rank.shadowed.findings._kinds = kinds
+        update = rank.begin()
+        rank.prepare(update)
+        limit.spent = 0
+        rank.fill_from(update, PartsSource(wire="test", body=b"", group_name=""))
+    assert limit.spent == scale.touched_by_parts(CARD, form)
 
 
 @each_deployment
@@ -178,13 +216,40 @@ def test_staging_is_faster_than_its_transport_and_its_paces(deployment: Deployme
 @each_deployment
 def test_parts_bring_a_card_more_than_it_keeps(deployment: Deployment) -> None:
     staged = scale.sharded(deployment)
-    assert staged.transport_s == deployment.card_bytes / scale.H100.nic.value
+    assert staged.transport_s == deployment.card_bytes / H100.nic.value
     assert staged.total_s <= scale.staging(deployment).total_s
-    assert staged.all_overlapping_s <= staged.total_s
-    # a further server adds a bucket
-    hop = scale.sharded(deployment, servers=2).transport_s - staged.transport_s
-    assert hop == pytest.approx(PACKAGE.bucket.value / scale.H100.nic.value)
     assert deployment.finished_tensors < deployment.own_tensors <= deployment.tensors
+
+
+@each_deployment
+def test_further_server_adds_more_than_a_bucket_or_less_than_a_copy(deployment: Deployment) -> None:
+    def transport_s(parts: Parts) -> float:
+        return scale.sharded(deployment, parts=parts).transport_s
+
+    alone = transport_s(Parts())
+    hop = transport_s(Parts(servers=2)) - alone
+    assert hop == pytest.approx(PACKAGE.bucket.value / H100.nic.value)
+    assert transport_s(Parts(servers=2, relays=False)) == pytest.approx(2 * alone)
+
+
+@each_deployment
+def test_each_further_change_toward_the_goal_makes_staging_slower(deployment: Deployment) -> None:
+    of = {
+        name: scale.sharded(deployment, parts=parts).total_s
+        for name, parts in scale.VARIANTS.items()
+    }
+    changes = [*list(of)[list(of).index("digest meanwhile") :]]
+    for before, after in pairwise(["as built", *changes]):
+        assert of[after] <= of[before]
+    assert of["as built"] <= of["a trainer by FSDP2"]
+    assert of["as built"] <= of["4 servers"] <= of["4 servers, no relays"]
+
+
+@each_deployment
+def test_digest_is_faster_than_the_link(deployment: Deployment) -> None:
+    least = deployment.card_bytes / H100.from_card.value
+    for readers in (1, 2, 3, 4, 100):
+        assert scale.sharded(deployment, parts=Parts(readers=readers)).digest_s >= least
 
 
 @each_deployment
