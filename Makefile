@@ -46,7 +46,7 @@ test-glass: $(READY)
 # Those of a prefill and a decode server, between which KV goes over TCP: for that, Debian's
 # libibverbs1 has to be there, too.
 test-pairs: $(PAIRS)
-	$(BIN)/python -m pytest tests/extensions/disaggregation/pairs
+	$(BIN)/python -m pytest tests/extensions/disaggregation/pairs tests/extensions/shards/test_mooncake.py
 
 # Servers whose schedulers are actors of a real Ray cluster on this machine.
 test-ray: $(RAY)

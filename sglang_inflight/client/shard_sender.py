@@ -27,6 +27,7 @@ from sglang_inflight.client.shard_parts import Own, Shard, pack, shard_of
 from sglang_inflight.client.shard_sending import Calls, Sending
 from sglang_inflight.client.trainer_group import Backend, TrainerGroup, choose_backend
 from sglang_inflight.client.trainer_ranks import TrainerRanks
+from sglang_inflight.mooncake import mooncake_at
 from sglang_inflight.vocabulary.chains import chains_of
 from sglang_inflight.vocabulary.errors import HalfDone
 from sglang_inflight.vocabulary.regions import Region
@@ -87,6 +88,7 @@ class ShardSender(Generic[Receipt_co]):
         backend: Backend | None = None,
         master_address: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        mooncake: bool = False,
         dtype: torch.dtype | None = None,
         relays: bool = True,
         leave_out_dead: bool = False,
@@ -98,6 +100,9 @@ class ShardSender(Generic[Receipt_co]):
         in it. ``master_address`` is rank 0's machine for all others, by default its address on the
         way to the first server. A bucket takes ``bucket_bytes`` here and on a server's rank, and
         each rank has one under way for each chain.
+
+        With ``mooncake`` the bytes go by Mooncake's TransferEngine, by RDMA where there is a card
+        for it, and the group is gloo's.
 
         Floats are sent as ``dtype``, by default each in its own. With ``relays``, ranks of servers
         that use the same parts form a chain: the first receives them, and each hands them on to the
@@ -119,7 +124,10 @@ class ShardSender(Generic[Receipt_co]):
         # servers in the group, or to be in it
         self._servers: Sequence[AsyncClient] = ()
         self._group_name = group_name
-        self._backend = choose_backend(backend)
+        self._backend = choose_backend("gloo" if mooncake else backend)
+        self._mooncake = mooncake
+        # this machine's address for the ranks of the servers
+        self._address = ""
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
         self._relays = relays
@@ -298,7 +306,8 @@ class ShardSender(Generic[Receipt_co]):
             else _used(Shards(digest, told.lines[digest]))
             for digest in told.wanted
         }
-        sending = Sending(self._sends(shards, told), self._group)
+        engine = functools.partial(mooncake_at, self._address) if self._mooncake else None
+        sending = Sending(self._sends(shards, told), self._group, engine)
         self._ranks.together(lambda: self._carry_out(sending, told))
 
     def _carry_out(self, sending: Sending, told: Told) -> None:
@@ -329,6 +338,7 @@ class ShardSender(Generic[Receipt_co]):
             "wanted": self._by_rank(told),
             "bucket_bytes": self._bucket_bytes,
             "relays": self._relays,
+            "mooncake": self._mooncake,
         }
         body = base64.b64encode(msgspec.msgpack.encode(sent)).decode()
         fields = {"wire": "shards", "group_name": self._group_name, "body": body}
@@ -389,6 +399,7 @@ class ShardSender(Generic[Receipt_co]):
     def _join(self, address: str, port: int, receivers: int) -> None:
         if self._group is None:
             self._group = self._make_group(receivers, (address, port))
+        self._address = self._group.address_for(f"tcp://{address}:{port}")
         try:
             self._meet(self._group)
         except BaseException as error:

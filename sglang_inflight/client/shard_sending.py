@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.client.report import FleetRefused, Report
 from sglang_inflight.client.sender import REASON_S, GroupFailed
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
+from sglang_inflight.mooncake import Mooncake
 
 if TYPE_CHECKING:
     import torch
@@ -66,12 +67,19 @@ class Sending:
     """The sends of one version from one rank. One is under way to each receiver."""
 
     def __init__(
-        self, sends: Mapping[int, Iterator[torch.Tensor]], group: TrainerGroup | None
+        self,
+        sends: Mapping[int, Iterator[torch.Tensor]],
+        group: TrainerGroup | None,
+        engine: Callable[[], Mooncake] | None,
     ) -> None:
-        """``sends``: the bytes of the buckets for each receiver, by its rank in the group."""
+        """``sends``: the bytes of the buckets for each receiver, by its rank in the group.
+
+        ``engine``: as in ``TrainerGroup.send``.
+        """
         assert group is not None
         self._sends = {**sends}
         self._group = group
+        self._engine = engine
         # the send to each receiver, with its memory
         self._under_way: dict[int, tuple[Future[None], torch.Tensor]] = {}
 
@@ -99,4 +107,4 @@ class Sending:
             if (row := next(self._sends[rank], None)) is None:
                 del self._sends[rank]
                 continue
-            self._under_way[rank] = self._group.send(row, rank), row
+            self._under_way[rank] = self._group.send(row, rank, self._engine), row

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from sglang_inflight.mooncake import Mooncake, send_by
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
 
 if TYPE_CHECKING:
@@ -171,8 +172,15 @@ class TrainerGroup:
         except RuntimeError as error:
             return f"rank 0 of the trainer is gone: {error}"
 
-    def send(self, tensor: torch.Tensor, receiver: int) -> Future[None]:
+    def send(
+        self,
+        tensor: torch.Tensor,
+        receiver: int,
+        engine: Callable[[], Mooncake] | None = None,
+    ) -> Future[None]:
         """Start to send ``tensor`` to the rank ``receiver`` of the group.
+
+        With ``engine`` the bytes go by Mooncake, and the group has the words.
 
         The future is done when the rank has received it, or fails with ``RuntimeError``. Until then
         the tensor must not change.
@@ -184,6 +192,10 @@ class TrainerGroup:
         def send() -> None:
             import torch
 
+            if engine is not None:
+                with torch.cuda.stream(stream):
+                    send_by(engine(), group, receiver, tensor)
+                return
             if stream is None:
                 group.send([tensor], receiver, 0).wait()
                 return

@@ -22,10 +22,12 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from sglang.srt.utils.network import get_local_ip_auto
 
 from sglang_inflight.extensions.shards.describing import Describing
 from sglang_inflight.messages import PartsSource
 from sglang_inflight.metrics import Metrics
+from sglang_inflight.mooncake import Mooncake, is_tcp, mooncake_at
 from sglang_inflight.scheduler.groups.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.reading import WIRES
@@ -52,6 +54,8 @@ class Sent(msgspec.Struct, kw_only=True):
     bucket_bytes: int
     # whether ranks that use the same parts hand them on to each other
     relays: bool = False
+    # whether the bytes go by Mooncake's TransferEngine
+    mooncake: bool = False
 
 
 class ShardsWire:
@@ -103,8 +107,9 @@ class ShardsWire:
             buckets = self._buckets[1]
         except (msgspec.MsgspecError, ValueError) as error:
             raise Refused(f"the trainer's shards cannot be taken: {error}") from error
-        where = group.receives_on(device)
-        link = _Link(group, place, buckets, where)
+        # RDMA reads a card's memory, and TCP the host's
+        where = device if sent.mooncake and not is_tcp() else group.receives_on(device)
+        link = _Link(group, place, buckets, where, _own_engine if sent.mooncake else None)
         received = group.receive_each(link.rows(), check, source.transfer_id, begin=link.begin)
         whole = _Whole(wanted, where)
         for row, bucket in received:
@@ -131,12 +136,18 @@ class _Link:
     """A rank's place in its chain during one call. The staging thread owns it."""
 
     def __init__(
-        self, group: Group, place: Place, buckets: Sequence[Bucket], device: torch.device
+        self,
+        group: Group,
+        place: Place,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        engine: Callable[[], Mooncake] | None,
     ) -> None:
         self._group = group
         self._place = place
         self._buckets = buckets
         self._device = device
+        self._engine = engine
         # the last bucket's memory, to be handed on with the next receive
         self._last: torch.Tensor | None = None
 
@@ -158,7 +169,11 @@ class _Link:
             before = self._place.before
             received = (bucket.source if before is None else before), row
         self._last = row
-        return self._group.begin_between(received, sent)
+        return self._group.begin_between(received, sent, self._engine)
+
+
+def _own_engine() -> Mooncake:
+    return mooncake_at(get_local_ip_auto())
 
 
 class _Whole:

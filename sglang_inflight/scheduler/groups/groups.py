@@ -20,6 +20,7 @@ from sglang_inflight.messages import (
     GiveUpTransferCall,
     JoinGroupCall,
 )
+from sglang_inflight.mooncake import Mooncake, receive_by, send_by
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.groups.filled import Filled
 from sglang_inflight.scheduler.groups.process_group import (
@@ -163,25 +164,31 @@ class Group:
         self,
         received: tuple[int, torch.Tensor] | None,
         sent: tuple[int, torch.Tensor] | None,
+        engine: Callable[[], Mooncake] | None = None,
     ) -> dist.Work:
         """Begin to receive from one rank, and to send to another one. At least one is given.
 
-        Each is a rank of the group and a buffer. The work ends when both have ended. In one batch
-        NCCL does both at once, on the group's communicator, and makes none for each pair of ranks.
+        Each is a rank of the group and a buffer. The work ends when both have ended. With
+        ``engine`` the bytes go by Mooncake, and the group has the words. In one batch NCCL does
+        both at once, on the group's communicator, and makes none for each pair of ranks.
         """
+        group = self._group
+        if engine is not None:
+            waits: dict[str, Callable[[], object]] = {}
+            if received is not None:
+                waits[f"from rank {received[0]}"] = lambda: receive_by(engine(), group, *received)
+            if sent is not None:
+                waits[f"to rank {sent[0]}"] = lambda: send_by(engine(), group, *sent)
+            return WaitedFor(waits)
         wanted = [(dist.irecv, received, "from"), (dist.isend, sent, "to")]
         ops = [(do, *given, way) for do, given, way in wanted if given is not None]
-        if launches(dist.get_backend(self._group)):
-            batch = [dist.P2POp(do, buffer, rank, self._group) for do, rank, buffer, _ in ops]
+        if launches(dist.get_backend(group)):
+            batch = [dist.P2POp(do, row, rank, group) for do, rank, row, _ in ops]
             return dist.batch_isend_irecv(batch)[0]
 
         def begin() -> dist.Work:
-            return WaitedFor(
-                {
-                    f"{way} rank {rank}": do(buffer, rank, self._group)
-                    for do, rank, buffer, way in ops
-                }
-            )
+            works = [(f"{way} rank {rank}", do(row, rank, group)) for do, rank, row, way in ops]
+            return WaitedFor({name: work.wait for name, work in works if work is not None})
 
         return begin() if received is None else Filled(received[1], begin)
 
