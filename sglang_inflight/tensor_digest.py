@@ -95,7 +95,7 @@ class TensorDigest:
     ) -> Iterator[torch.Tensor]:
         """Read the tensor, or ``pieces`` in its place; yield each piece, flat, once it is read."""
         if pieces is None:
-            pieces = chunks_of(self.tensor.detach().contiguous().view(-1))
+            pieces = flat_pieces(self.tensor)
         for chunk in pieces:
             self._checksum.update(reader.bytes_of(chunk))
             yield chunk
@@ -131,6 +131,11 @@ class HostReader:
         here = self._pinned[: len(there)]
         here.copy_(there)
         return memoryview(here.numpy().data)
+
+
+def flat_pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the pieces in which a digest reads ``tensor``, flat, in its elements' order."""
+    return chunks_of(tensor.detach().contiguous().view(-1))
 
 
 def chunks_of(flat: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -139,6 +139,8 @@ class Rank:
         self._previous = update.sealed.swap
         self._previous.make()
         self._jobs.note_commit(rolls_back=False)
+        # the digest may have been made while other tensors came
+        assert self.digest == self._jobs._read_through(update, set(), set())
 
     def begin(self, *, partial: bool = False) -> Update:
         opened: Any = SimpleNamespace(

@@ -16,6 +16,7 @@ from sglang_inflight.scheduler.plans import audit
 from sglang_inflight.scheduler.plans.plan import Plan, are_equal
 from sglang_inflight.scheduler.plans.record import Kind, record
 from sglang_inflight.scheduler.plans.remembered import remember
+from sglang_inflight.scheduler.update.digested_form import DigestedForm
 from sglang_inflight.scheduler.update.finished.places import tensors_of
 from sglang_inflight.scheduler.update.finished.plannable import leave_torn, plannable
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
@@ -806,7 +807,8 @@ def test_planned_weight_that_post_load_uses_is_refused(mode: StagingMode, is_par
 def test_weight_that_another_model_owns_is_not_written() -> None:
     served = Served(StagingMode.DEVICE)
     shadowed = served.rank.shadowed
-    form = WholeCopies(StagingMode.DEVICE, swap_for(CPU), UNPACED, torch.empty_like)
+    copies = WholeCopies(StagingMode.DEVICE, swap_for(CPU), UNPACED, torch.empty_like)
+    form = DigestedForm(copies, UNPACED)
     shadowed.build(CPU, [served.live.norm], form, UNPACED, 0, check_finite=True)
     shadowed.begin(is_partial=True)
     replay: Any = shadowed._replay

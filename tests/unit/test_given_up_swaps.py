@@ -13,7 +13,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import OpenCall
-from sglang_inflight.scheduler.update.changes.encoding import bits_of, find_changes
+from sglang_inflight.scheduler.update.changes.encoding import Changes, bits_of, find_changes
 from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.scheduler.update.commit import CommitAnswers
 from sglang_inflight.scheduler.update.live_machine import Open, ReadDigest
@@ -175,12 +175,18 @@ def no_grad() -> Iterator[None]:
         yield
 
 
+def changes_of(rank: Rank) -> Changes:
+    form: Any = rank._jobs._shadows.form._form
+    found: Changes = form._recording.changes()
+    return found
+
+
 @pytest.mark.usefixtures("no_grad")
 def test_update_in_place_frees_no_changes_before_the_last_swap() -> None:
     """The shadow of another form is forgotten, and with it what the last commit exchanged."""
     rank = Rank(StagingMode.CHANGES, Loads(), checkpoint_shapes={"weight": (4, 4)})
     rank.update({"weight": torch.ones(4, 4)})
-    [(_, parts)] = rank._jobs._shadows.form._recording.changes()  # type: ignore[attr-defined]
+    [(_, parts)] = changes_of(rank)
     values = weakref.ref(parts[0].values)
     del parts
     rank._previous = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.plans import audit, remembered, replay
 from sglang_inflight.scheduler.plans.plan import Plan
 from sglang_inflight.scheduler.plans.record import Kind, kinds_of, record
 from sglang_inflight.scheduler.plans.remembered import recall, remember
+from sglang_inflight.scheduler.update.digested_form import DigestedForm
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.shadow import weights_of
@@ -28,6 +29,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.safetensors_file import Indexes, Wanted
 from sglang_inflight.scheduler.update.sources.stretch import Stretch, Take
+from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.rank import Rank
 from tests.unit.test_load_plans import NAMES, SHAPE, Random, checkpoint
@@ -282,6 +284,39 @@ def test_loader_that_reads_planned_weights_reads_what_was_sent(mode: StagingMode
     expected = fresh(tensors(0) | gate)
     expected.decay.data.copy_(gate["gate"][0, :5] * 2)
     assert_serves(model, expected)
+
+
+# ---- digests ---------------------------------------------------------------------------
+
+
+@STAGED
+def test_whole_weight_is_read_before_the_next_tensor_comes(
+    mode: StagingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal reads what is left: here the weight that goes by the loader."""
+    reads: list[str] = []
+    read = DigestedForm._read
+
+    def note(form: DigestedForm, name: str, weight: Weight, check: Callable[[], None]) -> str:
+        reads.append(weight.name)
+        return read(form, name, weight, check)
+
+    monkeypatch.setattr(DigestedForm, "_read", note)
+    rank = rank_of(mode, fresh(tensors(0)))
+    update, new = rank.begin(), tensors(1)
+    rank.prepare(update)
+    rank.fill(update, {"gate": new["gate"]})
+    assert reads == []
+    rank.fill(update, {"up": new["up"]})
+    assert reads == ["gate_up"]
+    rest = {name: tensor for name, tensor in new.items() if name not in ("gate", "up")}
+    rank.fill(update, rest)
+    assert sorted(reads) == ["experts", "gate_up", "table"]
+    # a weight that comes once more is read once more
+    rank.fill(update, {"gate": new["gate"]})
+    rank.seal(update)
+    assert sorted(reads[3:]) == ["decay", "gate_up"]
+    rank.commit(update)
 
 
 # ---- sparse tensors ---------------------------------------------------------------------

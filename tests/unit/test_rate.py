@@ -90,6 +90,17 @@ def test_kernel_time_is_not_interpreter_time(clock: Clock) -> None:
     assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
 
 
+def test_hash_is_not_interpreter_time(clock: Clock) -> None:
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    own.spend(0)
+    began = clock.now
+    for _ in range(1000):
+        clock.work(0.0004)
+        own.leave_out_time()
+        own.spend(1 << 20)
+    assert clock.now - began == pytest.approx(0.4)
+
+
 def test_python_of_a_loader_is_made_up_for(clock: Clock) -> None:
     """Nothing in a loader calls ``spend``."""
     own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)

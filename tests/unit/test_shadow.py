@@ -411,7 +411,7 @@ def test_whole_copies_use_reserved_memory() -> None:
     model.attention.register_buffer("late", torch.ones(2))
     shadows = shadows_of(model, Reservation(StagingMode.DEVICE, storage))
     shadows.build(StagingMode.DEVICE, CPU)
-    form: Any = shadows.form
+    form: Any = shadows.form._form
     for name, live in weights_of(model):
         copy = form._copy_of(Weight(name, live))
         assert (copy.data_ptr() == kept.get(id(live))) is not name.endswith("late")

@@ -7,6 +7,7 @@ Python knows nothing but its name in a set.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -53,7 +54,8 @@ class Bulk:
         # numbers of the tensors that go one by one, or by no plan
         self.left: list[int] = []
         names: set[str] = set()
-        places: set[str] = set()
+        # how many tensors are moved to each weight
+        self.counts: Counter[str] = Counter()
         self.nbytes = 0
         self._groups: list[_Group] = []
         open_groups: dict[_Kind, _Group] = {}
@@ -80,11 +82,11 @@ class Bulk:
             if size and dtype in FLOATS:
                 box = Box(start // dtype.itemsize, (size,), (1,))
                 self._floats.setdefault(dtype, Boxes()).add(box, joins=True)
+            self.counts.update({each.place for each in moves} if size else ())
             for each in moves if size else ():
-                places.add(each.place)
                 self._add(open_groups, dtype, start // dtype.itemsize, each, weights[each.place])
         self.names = frozenset(names)
-        self.places = frozenset(places)
+        self.places = self.counts.keys()
 
     def _add(
         self,

@@ -12,7 +12,7 @@ So a planned tensor costs the interpreter some microseconds, and its model's loa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,9 +56,10 @@ class Replay:
         audit: Audit,
         rate_limit: RateLimit,
         planned: Collection[str],
+        on_whole: Callable[[Weight], None],
     ) -> None:
         """``weights``: those of the model, by name. ``planned``: the planned ones, also those that
-        another model owns.
+        another model owns. ``on_whole`` is called with a weight once all its tensors are moved.
         """
         self._plan = self._whole_plan = plan
         # made for the first call with parts
@@ -74,6 +75,10 @@ class Replay:
         self._came: set[str] = set()
         # weights that the loader writes in this update
         self._loaders: set[str] = set()
+        self._on_whole = on_whole
+        # how many tensors of a weight were not moved yet, and the weights that wait for none
+        self._due: dict[str, int] = {}
+        self._now_whole: list[str] = []
         self._check_finite = False
         # gone with their stretches
         self._bulks: WeakKeyDictionary[Stretch, Bulk] = WeakKeyDictionary()
@@ -91,6 +96,8 @@ class Replay:
         self.forget()
         self._came.clear()
         self._loaders.clear()
+        self._due = {place: len(names) for place, names in self._whole_plan.writers.items()}
+        self._now_whole.clear()
         self.audit.begin()
 
     def is_whole(self, place: str) -> bool:
@@ -197,6 +204,9 @@ class Replay:
             bulk.move(row, self._form)
             self._rate_limit.spend(bulk.nbytes)
         self._came |= bulk.names
+        for place, tensors in bulk.counts.items():
+            self._note_moved(place, tensors)
+        self._tell_whole()
         return bulk
 
     def _audit(self, name: str, tensor: torch.Tensor) -> None:
@@ -259,10 +269,27 @@ class Replay:
         self._check(batch + again)
         if batch:
             self._form.move([*self._moved(batch)])
+            for name, _ in batch:
+                for place in {each.place for each in self._whole_plan.moves[name]}:
+                    self._note_moved(place, 1)
         for moved in self._moved(again):
             self._move_again(moved)
         self._owed -= len(batch) + len(again)
         self._rate_limit.spend(sum(tensor.nbytes for _, tensor in batch + again))
+        self._tell_whole()
+
+    def _note_moved(self, place: str, tensors: int) -> None:
+        """Note that all moves of ``tensors`` more of a weight were made."""
+        if place in self._due:
+            self._due[place] -= tensors
+            if not self._due[place]:
+                self._now_whole.append(place)
+
+    def _tell_whole(self) -> None:
+        while self._now_whole:
+            place = self._now_whole.pop()
+            if place not in self._loaders:
+                self._on_whole(self._weights[place])
 
     def _move_again(self, moved: Moved) -> None:
         weight, box, of = moved

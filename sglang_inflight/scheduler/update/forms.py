@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces, paced
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
-from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.tensor_digest import flat_pieces
 from sglang_inflight.vocabulary.answers import StagedChanges
 
 
@@ -56,11 +56,8 @@ class Form(Protocol):
     def fill(self, weight: Weight, memory: torch.Tensor) -> None:
         """Write ``weight`` as it will be served into ``memory``, of its layout, on any device."""
 
-    def read(self, digest: Digest, name: str, weight: Weight) -> Iterator[torch.Tensor]:
-        """Read ``weight`` as it will be served into ``digest``, in the name of ``name``.
-
-        Yield each piece, after it was read.
-        """
+    def as_committed(self, weight: Weight) -> Iterable[torch.Tensor]:
+        """Yield ``weight`` as it will be served, flat, piece by piece, in its elements' order."""
 
     def prepare(
         self, weights: Sequence[Weight], numbers: Sequence[NumberSwap] = ()
@@ -151,16 +148,14 @@ class WholeCopies:
         pass
 
     def fill(self, weight: Weight, memory: torch.Tensor) -> None:
-        for to, of in self._rate_limit.cut(memory, self._as_committed(weight)):
+        for to, of in self._rate_limit.cut(memory, self._served_then(weight)):
             to.copy_(of)
 
-    def _as_committed(self, weight: Weight) -> torch.Tensor:
+    def _served_then(self, weight: Weight) -> torch.Tensor:
         return self._copy_of(weight) if id(weight.live) in self._staged else weight.live
 
-    def read(self, digest: Digest, name: str, weight: Weight) -> Iterator[torch.Tensor]:
-        for piece in digest.read(name, self._as_committed(weight)):
-            self._rate_limit.spend(piece.nbytes)
-            yield piece
+    def as_committed(self, weight: Weight) -> Iterable[torch.Tensor]:
+        return flat_pieces(self._served_then(weight))
 
     def prepare(
         self, weights: Sequence[Weight], numbers: Sequence[NumberSwap] = ()
@@ -217,11 +212,8 @@ class Changes:
     def fill(self, weight: Weight, memory: torch.Tensor) -> None:
         self._recording.fill(weight.live, memory)
 
-    def read(self, digest: Digest, name: str, weight: Weight) -> Iterator[torch.Tensor]:
-        pieces = self._recording.as_committed(weight.live)
-        for piece in digest.read(name, weight.live, pieces):
-            self._rate_limit.spend(piece.nbytes)
-            yield piece
+    def as_committed(self, weight: Weight) -> Iterable[torch.Tensor]:
+        return self._recording.as_committed(weight.live)
 
     def prepare(
         self, weights: Sequence[Weight], numbers: Sequence[NumberSwap] = ()

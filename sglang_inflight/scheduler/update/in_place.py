@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
 from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap
 from sglang_inflight.scheduler.update.weight import Moved, Patch, Weight
 from sglang_inflight.storages import memory_key
-from sglang_inflight.tensor_digest import Digest
+from sglang_inflight.tensor_digest import flat_pieces
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -67,8 +67,8 @@ class _Live:
     def fill(self, weight: Weight, memory: torch.Tensor) -> None:
         memory.copy_(weight.live.data)
 
-    def read(self, digest: Digest, name: str, weight: Weight) -> Iterator[torch.Tensor]:
-        return digest.read(name, weight.live)
+    def as_committed(self, weight: Weight) -> Iterable[torch.Tensor]:
+        return flat_pieces(weight.live)
 
     def prepare(
         self, weights: Sequence[Weight], numbers: Sequence[NumberSwap] = ()

@@ -33,6 +33,7 @@ from sglang_inflight.scheduler.update.checks.coverage import (
     mark,
 )
 from sglang_inflight.scheduler.update.checks.digest import digest_of
+from sglang_inflight.scheduler.update.digested_form import read_paced
 from sglang_inflight.scheduler.update.finished.kv_scales import (
     are_copied,
     describe_change,
@@ -56,7 +57,13 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import WholeLoader
 from sglang_inflight.sglang_types import get_parallel
-from sglang_inflight.tensor_digest import Digest, HostReader, digest_of_all
+from sglang_inflight.tensor_digest import (
+    Digest,
+    HostReader,
+    TensorDigest,
+    digest_of_all,
+    flat_pieces,
+)
 from sglang_inflight.vocabulary.answers import Proof, Ways
 from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
@@ -233,6 +240,7 @@ class Jobs:
                         takes_all=model is models[0],
                         check_finite=self._check_finite,
                         rate_limit=self._rate_limit,
+                        check=update.check,
                     )
                 update.names.setdefault(model.role, set()).update(checks.names)
                 whole = set[str]() if is_sparse(source) else checks.names
@@ -542,11 +550,17 @@ class Jobs:
                 if missing:
                     raise self._incomplete(update, whole, weight, missing)
             if model.role in shadowed and self._mode_of(update) is not StagingMode.OFF:
-                read = self._shadows.form.read(digest, name, weight)
+                line = self._shadows.form.line_of(name, weight, update.check)
             else:
-                read = _read_live(digest, name, weight, self._rate_limit)
-            for _ in read:
-                update.check()
+                pieces = flat_pieces(weight.live)
+                line = read_paced(
+                    TensorDigest(name, weight.live),
+                    pieces,
+                    self._host_reader,
+                    self._rate_limit,
+                    update.check,
+                )
+            digest.add(line)
         for model in self._models:
             digest.add(model.kind.describe_numbers(as_staged=model.role in shadowed))
         return digest.hexdigest()
@@ -636,15 +650,6 @@ def _refuse_unpatched(update: Update) -> None:
                 "finishes after loading, and what is in no load plan is taken whole alone: send "
                 f"whole tensors {list_names(sorted(names))}"
             )
-
-
-def _read_live(
-    digest: Digest, name: str, weight: Weight, rate_limit: RateLimit
-) -> Iterator[torch.Tensor]:
-    """Read a weight that the update leaves alone, and yield its pieces."""
-    for piece in digest.read(name, weight.live):
-        rate_limit.spend(piece.nbytes)
-        yield piece
 
 
 def _may_change_nothing(update: Update) -> bool:

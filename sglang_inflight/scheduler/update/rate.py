@@ -97,6 +97,10 @@ class RateLimit:
             python_s = min(self._python_s(), _LONGEST_PYTHON_S)
             self._owe(max(nbytes / self._bytes_per_s, python_s / self._interpreter_share))
 
+    def leave_out_time(self) -> None:
+        """Count none of the time since the last call as Python's: a hash leaves others that."""
+        self._python_s()
+
     def spend_python(self) -> None:
         """Sleep for all processor time since the last call: that of a model's loader in Python."""
         if self._bytes_per_s:

@@ -56,6 +56,7 @@ from sglang_inflight.scheduler.update.checks.tensors import (
     TiedHead,
     may_be_tied,
 )
+from sglang_inflight.scheduler.update.digested_form import DigestedForm
 from sglang_inflight.scheduler.update.findings import Findings
 from sglang_inflight.scheduler.update.finished.finished_model import (
     FinishedModel,
@@ -128,7 +129,9 @@ class ShadowedModel:
         # what the open update writes: a checkpoint, something else, or nothing (None)
         self._writes_checkpoint: bool | None = None
         self._is_partial = False
-        self._form: Form | None = None
+        self._form: DigestedForm | None = None
+        # raises if the update was dropped, while a load reads. It has the update and its changes
+        self._check: Callable[[], None] = _do_nothing
         self._quantizer = Quantizer({})
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
@@ -191,7 +194,7 @@ class ShadowedModel:
         self,
         device: torch.device,
         owners: Sequence[nn.Module],
-        form: Form | None,
+        form: DigestedForm | None,
         rate_limit: RateLimit,
         scratch_bytes: int,
         *,
@@ -364,18 +367,23 @@ class ShadowedModel:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_recorded", None)
         if self._replay is None and self.findings.plan is not None and self._form is not None:
-            self._replay = self._make_replay(self.findings.plan, self._form)
+            self._replay = self._make_replay(self.findings.plan, self._form, self._read_early)
         if self._replay is not None:
             self._replay.begin()
         self.kind.begin(self._replay, is_partial=is_partial)
 
-    def _make_replay(self, plan: Plan, form: Form) -> Replay:
+    def _read_early(self, weight: Weight) -> None:
+        """Read a weight for the digest while the next tensors are on their way."""
+        assert self._form is not None
+        self._form.read_early(f"{self.role}.{weight.name}", weight, self._check)
+
+    def _make_replay(self, plan: Plan, form: Form, on_whole: Callable[[Weight], None]) -> Replay:
         # a finished model's weights that another one owns are not among its own
         weights = {weight.name: weight for weight in self.kind.weights}
         planned = frozenset(plan.writers)
         plan = plan.without(self._foreign | (planned - weights.keys()))
         audit = Audit(plan, self.findings.pristine or self.runner.model, self._rate_limit)
-        return Replay(plan, weights, form, audit, self._rate_limit, planned)
+        return Replay(plan, weights, form, audit, self._rate_limit, planned, on_whole)
 
     def _leave_to_loader(self, difference: Differs) -> None:
         """Let weights go by the loader from the next update on."""
@@ -465,10 +473,12 @@ class ShadowedModel:
         takes_all: bool,
         check_finite: bool,
         rate_limit: RateLimit,
+        check: Callable[[], None],
     ) -> TensorChecks:
         """Load ``weights`` through the model's own loader, and return the counts.
 
-        ``takes_all`` is false if some of the tensors may be another model's.
+        ``takes_all`` is false if some of the tensors may be another model's. ``check`` raises to
+        give up.
 
         A loader may hold a tensor for a later one and forget it at the end of the call. Such a
         tensor is passed again in the update's next call.
@@ -514,7 +524,7 @@ class ShadowedModel:
             self._take_sparse(found, replay or self._replay_in_place(check_finite), checks)
             return checks
         self._checks = checks
-        self._takes_bulk = replay
+        self._takes_bulk, self._check = replay, check
         weights = checks.count(weights)
         if by_parts:
             weights = refuse_unused(weights, self.parts, self.findings.kinds)
@@ -564,7 +574,7 @@ class ShadowedModel:
             raise checks.explain(error) from error
         finally:
             del self._checks
-            self._takes_bulk = None
+            self._takes_bulk, self._check = None, _do_nothing
         return checks
 
     @property
@@ -613,7 +623,7 @@ class ShadowedModel:
         plan = self.findings.plan
         if self._form is not None or plan is None or self.findings.finishes:
             return None
-        replay = self._make_replay(plan, self.kind.form)
+        replay = self._make_replay(plan, self.kind.form, _take_no_note)
         replay.begin()
         replay.begin_call(check_finite=check_finite)
         return replay
@@ -746,6 +756,10 @@ def _needs_nothing(name: str) -> bool:
 
 
 def _do_nothing() -> None:
+    pass
+
+
+def _take_no_note(weight: Weight) -> None:
     pass
 
 

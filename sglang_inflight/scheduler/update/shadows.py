@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.digested_form import DigestedForm
 from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -45,12 +46,12 @@ class Shadows:
         self._rate_limit = rate_limit
         self._budget = budget
         self._check_finite = check_finite
-        self._form: Form | None = None
+        self._form: DigestedForm | None = None
         self._copies: WholeCopies | None = None
         self._built_as: StagingMode | None = None
 
     @property
-    def form(self) -> Form:
+    def form(self) -> DigestedForm:
         assert self._form is not None
         return self._form
 
@@ -69,7 +70,8 @@ class Shadows:
 
     def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
         try:
-            self._form = self._make_form(mode, device)
+            form = self._make_form(mode, device)
+            self._form = DigestedForm(form, self._rate_limit) if form is not None else None
             owners: list[nn.Module] = []
             for model in self._models:
                 model.build(
