@@ -67,12 +67,18 @@ def test_unpickling_rests_after_every_few_tensors() -> None:
 # ---- what senders send -------------------------------------------------------------------
 
 
-@pytest.fixture(params=["file_system", "file_descriptor"])
-def sharing(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def strategy() -> Iterator[None]:
+    """Return to the strategy of before, which belongs to the whole process."""
     before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy(request.param)
-    yield request.param
+    yield
     torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture(params=["file_system", "file_descriptor"])
+def sharing(request: pytest.FixtureRequest) -> str:
+    torch.multiprocessing.set_sharing_strategy(request.param)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
