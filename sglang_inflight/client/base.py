@@ -43,9 +43,12 @@ class Base(NamedTuple):
         return (partial or self.is_whole) and selector == self.selector
 
     def require_served(self, digests: Digests) -> None:
-        """Raise ``NotFromBase`` if a rank's digest is another one, or none."""
-        for url, expected in self.digests.items():
-            if digests[url] != expected:
+        """Raise ``NotFromBase`` if a rank's digest is another one, or none.
+
+        A fleet may have another server than at the commit, and lack one.
+        """
+        for url in self.digests.keys() | digests.keys():
+            if self.digests.get(url) != digests.get(url):
                 raise NotFromBase(f"{url} serves other weights than the last ones sent")
 
 

@@ -272,6 +272,16 @@ def test_base_is_served_only_with_equal_digests_on_every_rank() -> None:
             base.require_served({"a": other})
 
 
+def test_base_is_served_by_the_same_servers_alone() -> None:
+    """A server may have left the fleet since the commit, and another one have joined it."""
+    one: list[tuple[int, int, int, str | None]] = [(0, 0, 0, "1")]
+    base = Base({"a": one, "b": one}, is_whole=True, selector=None)
+    with pytest.raises(NotFromBase, match="b serves other weights"):
+        base.require_served({"a": one})
+    with pytest.raises(NotFromBase, match="c serves other weights"):
+        base.require_served({"a": one, "b": one, "c": one})
+
+
 def test_base_of_a_part_fits_no_whole_version() -> None:
     base = Base({}, is_whole=False, selector=None)
     assert base.fits(True, None)
