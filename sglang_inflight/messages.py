@@ -186,6 +186,8 @@ class PartsSource(msgspec.Struct, tag=True, kw_only=True):
     # the group by which the parts come, and the id of what comes
     group_name: str
     transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    # "sparse": the changed elements of the parts, by their positions in whole tensors
+    load_format: str | None = None
 
 
 # sources of a checkpoint's tensors, for a model's own loader
@@ -210,7 +212,7 @@ def has_custom_loader(source: Source) -> bool:
 
 def is_sparse(source: Source) -> bool:
     """Return whether the tensors of ``source`` are positions and values of other tensors."""
-    if isinstance(source, TensorSource | DistributedSource):
+    if isinstance(source, TensorSource | DistributedSource | PartsSource):
         return source.load_format in SPARSE_FORMATS
     return isinstance(source, SparseFolderSource)
 

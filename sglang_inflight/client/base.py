@@ -90,7 +90,7 @@ class Version:
         for name, tensor in self._take():
             change = self._snapshot.follow(name, tensor)
             self._taken.append(name)
-            if change is None or name in whole or not _are_taken_sparse(change.values):
+            if change is None or name in whole or not are_taken_sparse(change.values):
                 yield Piece.whole(name, tensor)
             elif len(change.indices):
                 yield Piece.sparse(name, change)
@@ -127,6 +127,6 @@ class Version:
         return self._snapshot.keys() - set(self._taken)
 
 
-def _are_taken_sparse(values: torch.Tensor) -> bool:
+def are_taken_sparse(values: torch.Tensor) -> bool:
     """Return whether servers take these ``values``: finite, of a float dtype of 2 bytes or more."""
     return values.is_floating_point() and values.itemsize >= 2 and bool(values.isfinite().all())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_inflight.vocabulary.sparse import INDICES, VALUES
+from sglang_inflight.vocabulary.sparse import INDICES, VALUES, index_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -109,13 +109,6 @@ def find_change(
             indices.append((at + start).to(kind))
         start += len(after)
     return Change(torch.cat(indices), _cat(values))
-
-
-def index_dtype(elements: int) -> torch.dtype:
-    """Return the dtype of positions in a tensor of so many elements."""
-    import torch
-
-    return torch.int32 if elements - 1 <= torch.iinfo(torch.int32).max else torch.int64
 
 
 class Snapshot(Mapping[str, "torch.Tensor"]):

@@ -61,6 +61,15 @@ def servers_of(target: Target[Any]) -> Sequence[AsyncClient]:
     return inner.taking_part if isinstance(inner, AsyncFleet) else (inner,)
 
 
+def receipts_of(outcome: object, servers: Sequence[AsyncClient]) -> Mapping[str, Receipt]:
+    """Return the receipts of a ``Client`` or of a ``Fleet``, by URL."""
+    if isinstance(outcome, Report):
+        return outcome.answers
+    assert isinstance(outcome, Session)
+    assert outcome.receipt is not None
+    return {servers[0].url: outcome.receipt}
+
+
 class Sender(Generic[Receipt_co]):
     """Sends a trainer's weights to a server, or to all servers of a fleet.
 
@@ -218,11 +227,12 @@ class Sender(Generic[Receipt_co]):
                     raise
                 why_refused = str(error)
             else:
-                digests = digests_of(self._receipts(receipt))
+                digests = digests_of(receipts_of(receipt, self._servers))
                 self._base = base._replace(digests=digests)
                 return receipt
         receipt = commit(version.whole(), partial=partial)
-        self._base = Base(digests_of(self._receipts(receipt)), not partial, selector)
+        digests = digests_of(receipts_of(receipt, self._servers))
+        self._base = Base(digests, not partial, selector)
         if why_refused is not None:
             logger.warning("Whole versions are sent, because changes were refused: %s", why_refused)
             self._takes_changes = False
@@ -272,14 +282,6 @@ class Sender(Generic[Receipt_co]):
                 self.leave()
             raise
         return receipt
-
-    def _receipts(self, outcome: object) -> Mapping[str, Receipt]:
-        """Return the receipts of a ``Client`` or of a ``Fleet``, by URL."""
-        if isinstance(outcome, Report):
-            return outcome.answers
-        assert isinstance(outcome, Session)
-        assert outcome.receipt is not None
-        return {self._servers[0].url: outcome.receipt}
 
     def _meet(self, group: TrainerGroup, ranks: Sequence[int]) -> None:
         formed = group.form()

@@ -39,6 +39,11 @@ class Calls:
         wait(self._calls.values(), return_when=FIRST_EXCEPTION)
         self.check()
 
+    @property
+    def unpatched(self) -> set[str]:
+        """Names of tensors that have to come whole in this session, once all calls are done."""
+        return {name for call in self._calls.values() for name in call.result().unpatched}
+
     def find_reason(self) -> None:
         """Raise a failure that comes soon."""
         wait(self._calls.values(), REASON_S, FIRST_COMPLETED)

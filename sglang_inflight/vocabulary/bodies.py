@@ -297,6 +297,8 @@ class PartsBody(UpdateBody, kw_only=True):
     group_name: str = DEFAULT_GROUP
     # base64 in JSON
     body: bytes
+    # None: whole parts; "sparse": their changed elements
+    load_format: Literal["sparse"] | None = None
 
 
 class PeerBody(UpdateBody, kw_only=True):

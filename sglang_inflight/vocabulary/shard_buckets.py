@@ -1,23 +1,29 @@
 """Buckets: what one rank of a trainer sends to one rank of a server, in pieces of memory.
 
 Both sides derive the same buckets from what the trainer has and the server's rank uses. So a bucket
-goes without a word about its content.
+goes without a word about its content. Of changed elements both know how many there are, too: the
+call says it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_inflight.vocabulary.regions import Region
 from sglang_inflight.vocabulary.shards import Held
+from sglang_inflight.vocabulary.sparse import INDICES, VALUES, index_dtype
 from sglang_inflight.vocabulary.transfers import Part, Transfers
 
 if TYPE_CHECKING:
     import torch
 
 # a number for the rules by which buckets are cut: both sides must have the same
-FORMAT = 1
+FORMAT = 2
+
+# tensors of which elements have changed, each by its place in the order of all, and how many
+Counts = Sequence[tuple[int, int]]
 
 # pieces begin at multiples of it, so that each is a tensor of its dtype where it lies
 _ALIGNED = 16
@@ -68,6 +74,7 @@ class Dealing:
                     )
         self.names = [*self.kinds]
         regions = [{name: each.regions for name, each in rank.items()} for rank in held]
+        self._senders = len(held)
         self._transfers = Transfers(regions, self.names)
 
     def buckets(
@@ -91,9 +98,46 @@ class Dealing:
             if part.source not in of_senders:
                 of_senders[part.source] = _Filled(part.source, most)
             of_senders[part.source].add(at, self.names[at], part.region, dtype)
-        found = [bucket for sender in sorted(of_senders) for bucket in of_senders[sender].buckets]
-        # a sender's own order stays: ``first`` never falls in it
-        return sorted(found, key=lambda bucket: (bucket.first, bucket.source))
+        return _in_turn(of_senders[sender] for sender in sorted(of_senders))
+
+    def changed(
+        self, counts: Sequence[Counts], wanted: Mapping[str, Region], most: int
+    ) -> tuple[dict[str, Region], list[Bucket]]:
+        """Return the changed elements as rows, and the buckets with them, in the receiver's order.
+
+        ``counts``: what each sender has for this receiver. ``wanted``: what that uses.
+
+        The rows of the tensor NAME are ``NAME.indices`` and ``NAME.values``. Of each row a sender
+        brings a stretch, behind those of the senders before it. A bucket has ``most`` bytes, or
+        one stretch. Raises ``ValueError`` for counts that cannot be.
+        """
+        if len(counts) != self._senders:
+            raise ValueError(f"{self._senders} ranks of the trainer send, and {len(counts)} count")
+        totals: dict[str, int] = {}
+        of_senders: list[_Filled] = []
+        for source, of_sender in enumerate(counts):
+            filled, last = _Filled(source, most), -1
+            for at, count in of_sender:
+                if not last < at < len(self.names) or count < 1:
+                    raise ValueError(f"rank {source} of the trainer sends {count} of tensor {at}")
+                last, name = at, self.names[at]
+                dtype, shape = self.kinds[name]
+                start = totals.get(name, 0)
+                totals[name] = start + count
+                if name not in wanted or totals[name] > wanted[name].numel:
+                    raise ValueError(
+                        f"of {name!r} more elements have changed than the receiver uses"
+                    )
+                stretch = Region((start,), (count,))
+                filled.add(at, name + INDICES, stretch, index_dtype(math.prod(shape)))
+                filled.add(at, name + VALUES, stretch, dtype)
+            of_senders.append(filled)
+        rows = {
+            name + half: Region.whole((total,))
+            for name, total in totals.items()
+            for half in (INDICES, VALUES)
+        }
+        return rows, _in_turn(of_senders)
 
     def _parts(
         self, receiver: int, wanted: Mapping[str, Region]
@@ -109,6 +153,13 @@ class Dealing:
                 )
             for part in self._transfers.of_tensor(at, region, receiver):
                 yield at, part, dtype
+
+
+def _in_turn(of_senders: Iterable[_Filled]) -> list[Bucket]:
+    """Return the buckets of all senders, in the order in which their receiver takes them."""
+    found = [bucket for filled in of_senders for bucket in filled.buckets]
+    # a sender's own order stays: ``first`` never falls in it
+    return sorted(found, key=lambda bucket: (bucket.first, bucket.source))
 
 
 class _Filled:

@@ -10,15 +10,30 @@ folder has safetensors files of such pairs, and a manifest:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from sglang_inflight.vocabulary.bodies import DigestText, Version, check_version
 
+if TYPE_CHECKING:
+    import torch
+
 INDICES = ".indices"
 VALUES = ".values"
 MANIFEST = "sparse.json"
+
+
+def tensor_of(half: str) -> str:
+    """Return the name of the tensor that a ``half`` is of."""
+    return half.removesuffix(INDICES) if half.endswith(INDICES) else half.removesuffix(VALUES)
+
+
+def index_dtype(elements: int) -> torch.dtype:
+    """Return the dtype of positions in a tensor of so many elements."""
+    import torch
+
+    return torch.int32 if elements - 1 <= torch.iinfo(torch.int32).max else torch.int64
 
 
 class ManifestFile(msgspec.Struct):

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from sglang_inflight.client import Snapshot, changes_since, write_changes
 from sglang_inflight.client import changes as changes_module
 from sglang_inflight.client.base import Base, NotFromBase, Version
-from sglang_inflight.client.changes import find_change, in_halves, index_dtype
+from sglang_inflight.client.changes import find_change, in_halves
+from sglang_inflight.vocabulary.sparse import index_dtype
 
 Weights = dict[str, torch.Tensor]
 

@@ -90,7 +90,12 @@ def _layout_of(body: LaidOutBody) -> dict[str, Any]:
 
 @source_of.register
 def _(body: PartsBody) -> Source:
-    return PartsSource(wire=body.wire, body=body.body, group_name=body.group_name)
+    return PartsSource(
+        wire=body.wire,
+        body=body.body,
+        group_name=body.group_name,
+        load_format=body.load_format,
+    )
 
 
 @source_of.register

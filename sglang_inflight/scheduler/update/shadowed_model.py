@@ -166,7 +166,9 @@ class ShadowedModel:
         and ``Refused`` if no one knows the checkpoint's tensors.
         """
         findings = self.findings
-        if self._kind is None or (findings.plan is not None and self._replay is None):
+        # in place a plan moves parts of tensors alone
+        is_planned = findings.plan is not None and self._form is not None
+        if self._kind is None or (is_planned and self._replay is None):
             raise Conflict(
                 f"nothing has found yet what this rank uses of the {self.role} model's tensors: "
                 "begin an update first"
@@ -501,7 +503,7 @@ class ShadowedModel:
             rate_limit=rate_limit,
             communicates=kind.communicates,
         )
-        by_parts = isinstance(source, PartsSource)
+        by_parts = isinstance(source, PartsSource) and not is_sparse(source)
         shapes = self.findings.checkpoint_shapes if is_checkpoint else {}
         if by_parts:
             shapes = {name: torch.Size(part.sizes) for name, part in self.parts.items()}
@@ -562,6 +564,8 @@ class ShadowedModel:
             if by_parts:
                 # nothing of the others is ever sent
                 checks.names |= self.findings.kinds.keys() - self.parts.keys()
+                # another call may bring changes of the scales of a weight that came here
+                self._quantizer.note_stored(frozenset(checks.names))
         except Differs as difference:
             self._leave_to_loader(difference)
             raise Refused(str(difference)) from None

@@ -316,3 +316,51 @@ def test_server_left_out_is_brought_back(
         expect_served(pair[1], 1)
         with fleet.paused() as paused:
             assert sorted(paused.answers) == sorted(urls_of(pair))
+
+
+def test_changes_come_once_to_a_rank_and_are_handed_on_by_the_first(
+    pair: list[Server], tp2_server: Server
+) -> None:
+    servers = [*pair, tp2_server]
+    with trainer(urls_of(servers), 2, sparse=True) as sharded:
+        sharded.send(layout="columns", version=1)
+        before = [metrics.read(server) for server in pair]
+        sent = sharded.send(layout="columns", version=2)[0]
+    for server in servers:
+        expect_served(server, 2)
+    # a row of the head becomes zero, and another one becomes one: four bytes and two of each
+    changes = 2 * marker.HIDDEN * 6
+    for server, was, hands_on in zip(pair, before, (True, False), strict=True):
+        now = metrics.read(server)
+        came = now[RECEIVED] - was[RECEIVED]
+        assert changes <= came <= 1.1 * changes
+        assert now[HANDED_ON] - was.get(HANDED_ON, 0) == (came if hands_on else 0)
+    for server in servers:
+        with Client(server.url) as client, Sender(client) as sender:
+            receipt = sender.send(marker.tensors(2).items(), weight_version="whole")
+        assert digests_of(receipt) == sent[server.url]
+
+
+def test_server_with_other_weights_has_the_fleet_get_the_whole_version(pair: list[Server]) -> None:
+    with trainer(urls_of(pair), 2, sparse=True) as sharded:
+        sharded.send(layout="rows", version=1)
+        with Client(pair[1].url) as client, Sender(client) as sender:
+            sender.send(marker.tensors(5).items(), weight_version="v1")
+        sharded.send(layout="rows", version=2)
+    for server in pair:
+        expect_served(server, 2)
+
+
+def test_others_get_changes_after_a_server_was_left_out(pair: list[Server], victim: Server) -> None:
+    """The version without the dead server is whole, because its base is gone."""
+    servers = [victim, *pair]
+    with trainer(urls_of(servers), 2, sparse=True, leave_out_dead=True) as sharded:
+        sharded.send(layout="rows", version=1)
+        does = partial(kill_before_the_group, victim.process.pid)
+        before = metrics.read(pair[1])[RECEIVED]
+        sharded.send(layout="rows", version=2, does=does)
+        whole = metrics.read(pair[1])[RECEIVED] - before
+        sharded.send(layout="rows", version=3)
+        assert metrics.read(pair[1])[RECEIVED] - before - whole < 0.1 * whole
+    for server in pair:
+        expect_served(server, 3)

@@ -67,14 +67,16 @@ MODELS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
 }
 # told by hand: each rank has some rows, as Megatron's ranks do
 BY_HAND = "by hand"
+# the same, and the ranks have each other's rows
+SWAPPED = "by hand, swapped"
 
 
 def held(layout: str, tensors: Tensors, rank: int) -> Tensors:
     """Return what ``rank`` has of ``tensors``."""
-    if layout == BY_HAND:
-        found = {}
+    if layout in (BY_HAND, SWAPPED):
+        found, half = {}, 1 - rank if layout == SWAPPED else rank
         for name, tensor in tensors.items():
-            low, high = (len(tensor) * at // 2 for at in (rank, rank + 1))
+            low, high = (len(tensor) * at // 2 for at in (half, half + 1))
             starts = (low, *[0] * (tensor.dim() - 1))
             found[name] = Told(tensor[low:high], starts, tuple(tensor.shape))
         return found
@@ -87,7 +89,7 @@ def held(layout: str, tensors: Tensors, rank: int) -> Tensors:
 
 
 def ranks_of(layout: str) -> int:
-    return 2 if layout == BY_HAND else LAYOUTS[layout].ranks
+    return 2 if layout in (BY_HAND, SWAPPED) else LAYOUTS[layout].ranks
 
 
 def _run(
@@ -147,7 +149,7 @@ def _send(
     if isinstance(receipt, Report):
         return {url: digests_of(answer) for url, answer in receipt.answers.items()}
     known = {name: receipt[name] for name in ("tensors", "bytes")}
-    return {**known, "digests": digests_of(receipt)}
+    return {**known, "digests": digests_of(receipt), "takes_changes": sender._takes_changes}
 
 
 def after_buckets(count: int, do: Callable[[], object]) -> None:

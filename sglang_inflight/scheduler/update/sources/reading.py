@@ -47,6 +47,7 @@ from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from sglang_inflight.vocabulary.regions import Region
+from sglang_inflight.vocabulary.sparse import tensor_of
 
 
 class ReadsDisk(Protocol):
@@ -82,6 +83,9 @@ class ReadParts(Protocol):
         check: Callable[[], None],
     ) -> Weights:
         """Yield each tensor of one call that has ``parts``, as large as its part.
+
+        Of a sparse ``source`` yield both halves of each tensor that has changed in its part
+        (``vocabulary/sparse.py``), by positions in the whole tensor.
 
         The tensors stay readable until the call's end.
 
@@ -205,9 +209,13 @@ class Reader:
             yield models[0], received
             return
         with closing(received):
-            for batch in in_parts(received, MOST_BYTES):
+            # one call has both halves of a tensor
+            for batch in in_parts(received, math.inf if is_sparse(source) else MOST_BYTES):
                 for model, own in zip(models, of_each, strict=True):
-                    yield model, _cut_out(batch, parts, own)
+                    if is_sparse(source):
+                        yield model, _halves_of(batch, own)
+                    else:
+                        yield model, _cut_out(batch, parts, own)
 
     def _from_sparse_folder(
         self,
@@ -260,6 +268,12 @@ def parts_of_all(of_each: Sequence[Mapping[str, Region]]) -> Mapping[str, Region
         for name, region in parts.items():
             found[name] = region if name not in found else found[name].around(region)
     return found
+
+
+def _halves_of(batch: Sequence[tuple[str, torch.Tensor]], own: Mapping[str, Region]) -> Weights:
+    for name, tensor in batch:
+        if tensor_of(name) in own:
+            yield name, tensor
 
 
 def _cut_out(
