@@ -35,6 +35,7 @@ TIMELINE, SUMMARY = "timeline", "summary"
 ONE_STEP = "one step"
 ONE_COPY = "bytes over the memory's bandwidth"
 SAME_WITHOUT = "the same without updates"
+ON_THE_WIRE = "bytes over the busiest link's rate"
 NO_TOKEN = "no token"
 WITHOUT = "as long a time without an update"
 BIN_S = 0.5
@@ -254,6 +255,14 @@ def _read_checkpoint(results: Sequence[Result]) -> list[Panel]:
     return [Panel("Time to read a checkpoint", "s", bars, ONE_COPY)]
 
 
+def _parts(results: Sequence[Result]) -> list[Panel]:
+    bars = [
+        bar(f"{row['servers']} servers", row["way"], row["seconds"], row["wire_s"])
+        for _, _, row in rows_of(results)
+    ]
+    return [Panel("Time of an update, from two ranks of a trainer", "s", bars, ON_THE_WIRE)]
+
+
 PANELS: dict[str, Callable[[Sequence[Result]], list[Panel]]] = {
     "throughput": _throughput,
     "pause_grant": _pause_grant,
@@ -268,6 +277,7 @@ PANELS: dict[str, Callable[[Sequence[Result]], list[Panel]]] = {
     "front_door": _front_door,
     "sleep": _sleep,
     "read_checkpoint": _read_checkpoint,
+    "parts": _parts,
 }
 
 

@@ -53,6 +53,7 @@ ABOUT = {
     "front_door": "Short requests while tensors come by value.",
     "sleep": "Release and resume of all memory.",
     "read_checkpoint": "Reading of a checkpoint into the shadow.",
+    "parts": "Updates of several servers by a sharded trainer, over links of 100 MB/s.",
 }
 
 PLAN = (
@@ -141,6 +142,13 @@ PLAN = (
         3600,
     ),
     Planned("read_checkpoint", "--size 1.5b", "--size 135m --turns 3", 1800),
+    Planned(
+        "parts",
+        "--size 135m --servers 1,2,4 --updates 5",
+        "--size tiny --servers 1,2 --updates 1",
+        3600,
+        quick_limit_s=300,
+    ),
 )
 
 

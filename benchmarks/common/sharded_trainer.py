@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -148,10 +148,14 @@ class _Rank:
             self._fleet.close()
         # a fleet even for one server: the calls are the same for each number
         self._fleet = Fleet(urls) if self._rank == 0 else None
-        self._senders = {way: self._sender(way) for way in get_args(Way)}
-        for way, sender in self._senders.items():
-            if way != "broadcast" or self._fleet is not None:
-                sender.join()
+        self._senders = {
+            "relays": ShardSender(self._fleet, group_name="parts_relays"),
+            "direct": ShardSender(self._fleet, group_name="parts_direct", relays=False),
+        }
+        if self._fleet is not None:
+            self._senders["broadcast"] = Sender(self._fleet, group_name="parts_broadcast")
+        for sender in self._senders.values():
+            sender.join()
 
     def send(self, way: Way, checkpoint: int, name: str) -> Sent | None:
         tensors = self._checkpoints[checkpoint]
@@ -184,9 +188,3 @@ class _Rank:
             dist.recv(row, 0)
         dist.barrier()
         return time.perf_counter() - began
-
-    def _sender(self, way: Way) -> Any:
-        group_name = f"parts_{way}"
-        if way != "broadcast":
-            return ShardSender(self._fleet, group_name=group_name, relays=way == "relays")
-        return None if self._fleet is None else Sender(self._fleet, group_name=group_name)
