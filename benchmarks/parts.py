@@ -44,6 +44,7 @@ from benchmarks.common.report import Report, Summary
 from benchmarks.common.sharded_trainer import ShardedTrainer, Way, sharded_trainer
 from examples.ending import exit_at_sigterm
 from harness.server import IN_A_FORK, Server, serve
+from sglang_inflight.client import Client
 from sglang_inflight.client.shard_sender import BUCKET_BYTES
 from sglang_inflight.vocabulary.shards import Shards, read_shards
 
@@ -70,10 +71,12 @@ class Served:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60).raise_for_status()
 
-    def digest(self) -> str:
-        """Return the digest of the served weights."""
-        digest: str = self.get("/inflight/status").json()["ranks"][0]["digest"]
-        return digest
+    def digest_of_loaded(self) -> str:
+        """Return the digest of the weights as they are: of a version that brings no tensor."""
+        with Client(self.url) as client, client.session(partial=True) as session:
+            pass
+        assert session.receipt is not None
+        return session.receipt.ranks[0].digest
 
     def received(self) -> float:
         """Return the bytes of parts that have come, by the server's metric."""
@@ -93,10 +96,10 @@ class Found:
     """Updates of a number of servers by one way. Bytes are shares of the weights."""
 
     seconds: list[float] = field(default_factory=list)
-    # by the server that received most: its metric, and its link
+    # bytes that came to the server that received most: by its metric, and by its link
     received: list[float] = field(default_factory=list)
     carried: list[float] = field(default_factory=list)
-    # by all ranks of the trainer, and by the server that sent most
+    # bytes that left all ranks of the trainer, and the server that sent most
     trainer_sent: list[float] = field(default_factory=list)
     server_sent: list[float] = field(default_factory=list)
     processors: list[float] = field(default_factory=list)
@@ -132,20 +135,21 @@ def main(
             nbytes = models.bytes_of(checkpoints[0])
     except NoLinks as error:
         sys.exit(f"nothing was measured: {error}.")
-    report = _report(found, counts, nbytes, bytes_per_s, max(carried))
+    report = report_of(found, counts, nbytes, bytes_per_s, max(carried))
     report.options |= {"size": size, "servers": servers, "updates": updates, "rate": rate}
     report.facts = {"model_bytes": {size: nbytes}}
     report.show()
     report.write(json)
 
 
-def _report(
+def report_of(
     found: Mapping[tuple[int, Way], Found],
     counts: Sequence[int],
     nbytes: int,
     bytes_per_s: float,
     carried: float,
 ) -> Report:
+    """Return the report, of weights of ``nbytes``. ``carried``: a link's measured bytes/s."""
     bucket_s = BUCKET_BYTES / bytes_per_s
     report = Report(
         "parts",
@@ -298,7 +302,7 @@ def _served(
     with ExitStack() as stack:
         if len(of_servers) == 1:
             with ExitStack() as before:
-                second = _start(before, of_servers[0], checkpoints[1], folder).digest()
+                second = _start(before, of_servers[0], checkpoints[1], folder).digest_of_loaded()
         places = range(len(of_servers))
         models_of = [checkpoints[place > 0 and place == places[-1]] for place in places]
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
@@ -308,8 +312,8 @@ def _served(
             ]
         fleet = [start.result() for start in starts]
         if len(of_servers) > 1:
-            second = fleet[-1].digest()
-        yield fleet, [fleet[0].digest(), second]
+            second = fleet[-1].digest_of_loaded()
+        yield fleet, [fleet[0].digest_of_loaded(), second]
 
 
 def _start(stack: ExitStack, link: Link, model: Path, folder: Path) -> Served:

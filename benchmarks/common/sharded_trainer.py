@@ -40,7 +40,7 @@ PORT = 29500
 @dataclass(frozen=True)
 class Sent:
     seconds: float
-    # of the first rank's weights after the commit, by the server's URL
+    # digest of the first rank's weights after the commit, by the server's URL
     digests: Mapping[str, str]
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 import typer
 from typer.main import get_command
 
-from benchmarks import pictures, results
+from benchmarks import parts, pictures, results
 from benchmarks.__main__ import find_peers, outcome
 from benchmarks.common.folder import Folder, Result
+from benchmarks.common.links import NoLinks, links
 from benchmarks.common.load import Arrival, Load
 from benchmarks.common.machine import ROOT
 from benchmarks.common.plots import Bar, Panel, draw
@@ -281,6 +284,45 @@ def test_control_copies_less_than_the_checkpoint() -> None:
     done = sender.copy_memory(0.0, 1.0)
     assert sender._copy == sender._copied
     assert done.sent <= done.last_byte <= done.answered
+
+
+def parts_report() -> Report:
+    found = {
+        (count, way): parts.Found([seconds], [1.0], [1.02], [1.01], [0.5], [1.5])
+        for count, seconds_of in ((1, (3.0, 3.0, 4.0)), (4, (3.5, 6.0, 9.0)))
+        for way, seconds in zip(get_args(parts.Way), seconds_of, strict=True)
+    }
+    return parts.report_of(found, [1, 4], nbytes=300_000_000, bytes_per_s=1e8, carried=9.9e7)
+
+
+def test_each_way_of_parts_has_the_limit_of_its_busiest_link() -> None:
+    report = parts_report()
+    a_bucket = parts.BUCKET_BYTES / 1e8
+    limits = {(row["servers"], row["way"]): row["wire_s"] for row in report.rows}
+    assert limits[1, "relays"] == limits[1, "direct"] == 3
+    assert limits[4, "relays"] == pytest.approx(3 + 3 * a_bucket)
+    # two ranks send four copies
+    assert limits[4, "direct"] == 6
+    assert limits[1, "broadcast"] == limits[4, "broadcast"] == 4.5
+    (panel,) = PANELS["parts"]([Result(FULL["parts"], RUN, report)])
+    assert [bar.limit for bar in panel.bars] == [*limits.values()]
+
+
+def test_further_server_is_counted_in_buckets() -> None:
+    *_, added = parts_report().goals
+    assert added.text.startswith("relays: what each further server adds")
+    assert added.value == pytest.approx(0.5 / 3 / (parts.BUCKET_BYTES / 1e8))
+    assert added.is_met
+
+
+def test_links_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    with pytest.raises(NoLinks, match="root"), links(1, 1e8):
+        pass
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(NoLinks, match="ip and tc"), links(1, 1e8):
+        pass
 
 
 def test_prefills_are_counted_from_the_log() -> None:
