@@ -321,7 +321,8 @@ def _start(stack: ExitStack, link: Link, model: Path, folder: Path) -> Served:
     log = folder / f"{link.address}.log"
     flags = ("--host", "0.0.0.0", "--enable-metrics", "--max-total-tokens", "4096",
              "--max-running-requests", "4")  # fmt: skip
-    env = {"GLOO_SOCKET_IFNAME": INTERFACE}
+    # SGLang would look for the address by a default route, and there is none
+    env = {"GLOO_SOCKET_IFNAME": INTERFACE, "SGLANG_HOST_IP": link.address}
     with link.inside():
         one = serve(model, *flags, log=log, env=env, fresh=True, command=IN_A_FORK)
         return Served(stack.enter_context(one), link)

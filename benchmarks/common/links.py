@@ -4,7 +4,7 @@ A network namespace has one interface, and a virtual cable to a bridge. Both end
 held to the rate, so a process sends and receives at most so fast, whatever the others do. The
 bridge is in a namespace of its own, too, into which this process moves. No namespace has a name:
 the kernel removes them with their last process, even one that was killed, and nothing outside them
-is changed.
+is changed. No namespace has a default route: look-ups of names fail at once, and none waits.
 """
 
 from __future__ import annotations
