@@ -192,12 +192,12 @@ def report_of(
         it = found[count, "relays"]
         for counter, most in (("metric", max(it.received)), ("link", max(it.carried))):
             report.goal(
-                f"{count} servers, relays: received over kept by the {counter}, at most 1.05",
+                f"{_number_of(count)}, relays: received over kept by the {counter}, at most 1.05",
                 most,
                 at_most=1.05,
             )
         report.goal(
-            f"{count} servers, relays: copies that the trainer sent, at most 1.05",
+            f"{_number_of(count)}, relays: copies that the trainer sent, at most 1.05",
             max(it.trainer_sent),
             at_most=1.05,
         )
@@ -205,7 +205,7 @@ def report_of(
             # for one server both ways of parts are the same
             if (count, way) != (1, "direct"):
                 report.goal(
-                    f"{count} servers: update by relays over {way}, at most 1",
+                    f"{_number_of(count)}: update by relays over {way}, at most 1",
                     medians[count, "relays"] / medians[count, way],
                     at_most=1,
                 )
@@ -220,11 +220,15 @@ def report_of(
     return report
 
 
+def _number_of(servers: int) -> str:
+    return "1 server" if servers == 1 else f"{servers} servers"
+
+
 def wire_s(way: Way, servers: int, nbytes: int, bytes_per_s: float) -> float:
     """Return the seconds that an update cannot be below, by the bytes on the busiest link."""
     match way:
         case "relays":
-            carried = nbytes + (servers - 1) * BUCKET_BYTES
+            carried = nbytes + (servers - 1) * min(BUCKET_BYTES, nbytes // TRAINERS)
         case "direct":
             carried = max(nbytes, servers * nbytes // TRAINERS)
         case "broadcast":
