@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ def main(
                 carried = [CARRIED_BYTES / trainer.carry(CARRIED_BYTES) for _ in range(3)]
                 run = _Run(trainer, of_trainer, fresh)
                 for count in counts:
-                    run.measure(fleet[:count], updates, lambda way, n=count: found[n, way])
+                    run.measure(fleet[:count], updates, found)
             nbytes = models.bytes_of(checkpoints[0])
     except NoLinks as error:
         sys.exit(f"nothing was measured: {error}.")
@@ -245,12 +245,14 @@ class _Run:
     fresh: Sequence[str]
     _count: int = 0
 
-    def measure(self, fleet: Sequence[Served], updates: int, found: Callable[[Way], Found]) -> None:
+    def measure(
+        self, fleet: Sequence[Served], updates: int, found: Mapping[tuple[int, Way], Found]
+    ) -> None:
         """Send versions to ``fleet`` by each way in turn. The first one of each is not counted."""
         self.trainer.join([served.url for served in fleet])
         for number in range(updates + 1):
             for way in get_args(Way):
-                self._update(fleet, way, found(way) if number else Found())
+                self._update(fleet, way, found[len(fleet), way] if number else Found())
 
     def _update(self, fleet: Sequence[Served], way: Way, found: Found) -> None:
         self._count += 1

@@ -257,7 +257,7 @@ def _read_checkpoint(results: Sequence[Result]) -> list[Panel]:
 
 def _parts(results: Sequence[Result]) -> list[Panel]:
     bars = [
-        bar(f"{row['way']} to {row['servers']}", row["way"], row["seconds"], row["wire_s"])
+        bar(f"servers: {row['servers']}", row["way"], row["seconds"], row["wire_s"])
         for _, _, row in rows_of(results)
     ]
     return [Panel("Time of an update, from two ranks of a trainer", "s", bars, ON_THE_WIRE)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +47,9 @@ class Sent:
 class ShardedTrainer:
     """The benchmark's side of the trainer. Each order goes to all ranks."""
 
-    def __init__(self, connections: Sequence[Connection], processes: Sequence[BaseProcess]) -> None:
+    def __init__(
+        self, connections: Sequence[Connection], processes: Sequence[SpawnProcess]
+    ) -> None:
         self._connections = connections
         self._processes = processes
 
@@ -86,7 +88,7 @@ def sharded_trainer(links: Sequence[Link], checkpoints: Sequence[Path]) -> Itera
     """Start a trainer with a rank behind each link."""
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
-    processes: list[BaseProcess] = []
+    processes: list[SpawnProcess] = []
     try:
         for rank, link in enumerate(links):
             ours, theirs = context.Pipe()
@@ -159,7 +161,8 @@ class _Rank:
 
     def send(self, way: Way, checkpoint: int, name: str) -> Sent | None:
         tensors = self._checkpoints[checkpoint]
-        sender = self._senders.get(way)
+        # rank 0 alone broadcasts
+        sender: Any = self._senders.get(way)
         dist.barrier()
         began = time.perf_counter()
         if way != "broadcast":

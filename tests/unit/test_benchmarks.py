@@ -24,6 +24,7 @@ from benchmarks.common.load import Arrival, Load
 from benchmarks.common.machine import ROOT
 from benchmarks.common.plots import Bar, Panel, draw
 from benchmarks.common.report import Report, Summary
+from benchmarks.common.sharded_trainer import Way
 from benchmarks.common.trainer import COPIED_BYTES
 from benchmarks.common.trainer import _Sender as Sender
 from benchmarks.front_door import Answered, Window
@@ -34,6 +35,7 @@ from benchmarks.small_tensors import Found, Steps, cells, known_ways
 from benchmarks.sustained import over
 from benchmarks.thrown_away import prefilled_by
 from benchmarks.timeline import arrivals_around, longest_silence
+from sglang_inflight.client.shard_sender import BUCKET_BYTES
 
 FULL = {each.name: each for each in PLAN}
 RUN: dict[str, Any] = {
@@ -290,14 +292,14 @@ def parts_report() -> Report:
     found = {
         (count, way): parts.Found([seconds], [1.0], [1.02], [1.01], [0.5], [1.5])
         for count, seconds_of in ((1, (3.0, 3.0, 4.0)), (4, (3.5, 6.0, 9.0)))
-        for way, seconds in zip(get_args(parts.Way), seconds_of, strict=True)
+        for way, seconds in zip(get_args(Way), seconds_of, strict=True)
     }
     return parts.report_of(found, [1, 4], nbytes=300_000_000, bytes_per_s=1e8, carried=9.9e7)
 
 
 def test_each_way_of_parts_has_the_limit_of_its_busiest_link() -> None:
     report = parts_report()
-    a_bucket = parts.BUCKET_BYTES / 1e8
+    a_bucket = BUCKET_BYTES / 1e8
     limits = {(row["servers"], row["way"]): row["wire_s"] for row in report.rows}
     assert limits[1, "relays"] == limits[1, "direct"] == 3
     assert limits[4, "relays"] == pytest.approx(3 + 3 * a_bucket)
@@ -311,7 +313,7 @@ def test_each_way_of_parts_has_the_limit_of_its_busiest_link() -> None:
 def test_further_server_is_counted_in_buckets() -> None:
     *_, added = parts_report().goals
     assert added.text.startswith("relays: what each further server adds")
-    assert added.value == pytest.approx(0.5 / 3 / (parts.BUCKET_BYTES / 1e8))
+    assert added.value == pytest.approx(0.5 / 3 / (BUCKET_BYTES / 1e8))
     assert added.is_met
 
 
