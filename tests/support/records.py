@@ -16,7 +16,7 @@ import numpy.typing as npt
 from harness.server import Server, serve
 from tests.support import routed
 from tests.support.client_answers import GENERATE, Asked
-from tests.support.load import ask
+from tests.support.load import ask, labels_of, until
 
 # nats, and hidden states, between two float32 computations
 CLOSE = 2e-3
@@ -123,6 +123,15 @@ class Chunks(Asked):
     def _take_generated(self, content: dict[str, Any], *, adds: bool) -> None:
         self.chunks.append(content)
         super()._take_generated(content, adds=adds)
+
+    def wait_for_version(self, version: str) -> None:
+        """Wait for a token by ``version``. Older ones may still be on their way to this process."""
+
+        def has_come() -> bool:
+            labels = labels_of(self.chunks[-1]["meta_info"]["weight_versions"])
+            return bool(labels) and labels[-1] == version
+
+        until(f"a token by {version}", has_come)
 
     def abort(self) -> None:
         ask(self._server, "POST", "/abort_request", {"rid": self.rid})

@@ -149,6 +149,7 @@ def expect_records_across(
     for version in range(1, commits + 1):
         asked.wait_for_tokens(asked.count + 3)
         recompute(server, versions, version)
+        asked.wait_for_version(f"v{version}")
     asked.wait_for_tokens(asked.count + 4)
     asked.abort()
     content = asked.whole()
@@ -198,6 +199,7 @@ def test_recomputed_records_describe_the_kv_in_use(
     for version in 1, 2:
         asked.wait_for_tokens(asked.count + 3)
         recompute(server, versions, version)
+        asked.wait_for_version(f"v{version}")
     asked.wait_for_tokens(asked.count + 4)
     if end == "queued":
         pause(server, "retract")
