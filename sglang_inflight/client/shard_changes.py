@@ -1,4 +1,4 @@
-"""What a version changes of one rank's shards, and what each receiver gets of that."""
+"""The changes of one rank's shards in a version, and the part of them that each receiver gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kinds = Mapping[str, tuple["torch.dtype", tuple[int, ...]]]
 
 
 class Found(NamedTuple):
-    """What a version changes on one rank.
+    """The changes of one rank in a version.
 
     ``changes``: by positions in whole tensors. ``whole``: the tensors that are to be sent whole.
     """

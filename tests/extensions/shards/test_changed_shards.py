@@ -95,7 +95,7 @@ def test_changes_of_shards_serve_what_whole_tensors_would(
 
 @pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
 def test_changes_reach_each_kind_of_model(served: Served, tmp_path: Path) -> None:
-    """What a rank takes whole alone follows in the same session."""
+    """A tensor that a rank takes whole alone follows in the same session."""
     folder, make = tmp_path / "v0", MODELS[served.model]
     marker.write(folder, make(0), served.config)
     changed = dict(make(1))
