@@ -12,7 +12,7 @@ import torch
 
 from harness import marker
 from harness.server import Server, serve
-from sglang_inflight.client import Client, Sender, shard_sender
+from sglang_inflight.client import shard_sender
 from sglang_inflight.client.changes import Change
 from tests.extensions.shards.test_sharded_trainers import SERVED, TENSORS, Served
 from tests.extensions.shards.trainer import (
@@ -21,10 +21,10 @@ from tests.extensions.shards.trainer import (
     SWAPPED,
     Failed,
     Tensors,
-    digests_of,
     make_random,
     ranks_of,
     trainer,
+    whole_digests,
 )
 from tests.support.load import ENDLESS, start_running
 from tests.support.updates import LIVE, expect_served, expect_to_run_on, succeed, tensor_body
@@ -59,12 +59,6 @@ def send_whole(sharded: Any, version: int, layout: str = "rows") -> None:
 def send_changes(sharded: Any, version: int, layout: str = "rows") -> None:
     """Send a version, and check that nothing but the changes of its head was sent."""
     assert sharded.send(layout=layout, version=version)[0]["tensors"] == 1
-
-
-def whole_digests(server: Server, tensors: Tensors) -> list[str]:
-    """Return the digests of the ranks after an update with whole tensors."""
-    with Client(server.url) as client, Sender(client) as sender:
-        return digests_of(sender.send(tensors.items(), weight_version="whole"))
 
 
 @FLAVOURS

@@ -11,9 +11,8 @@ import pytest
 
 from harness import marker
 from harness.server import Server, serve
-from sglang_inflight.client import Client, Sender
 from tests.extensions.shards.test_relays import kill_amid_buckets
-from tests.extensions.shards.trainer import Failed, digests_of, make_random, trainer
+from tests.extensions.shards.trainer import Failed, make_random, trainer, whole_digests
 from tests.support.load import ENDLESS, start_running
 from tests.support.pair import why_no_pair
 from tests.support.updates import expect_served, expect_to_run_on
@@ -45,10 +44,7 @@ def servers(
 def test_parts_that_go_by_mooncake_are_those_of_whole_tensors(servers: list[Server]) -> None:
     tensors = dict(marker.tensors(1))
     make_random(0, tensors)
-    expected = {}
-    for server in servers:
-        with Client(server.url) as client, Sender(client) as sender:
-            expected[server.url] = digests_of(sender.send(tensors.items(), weight_version="whole"))
+    expected = {server.url: whole_digests(server, tensors) for server in servers}
     with trainer([server.url for server in servers], 2, mooncake=True) as sharded:
         sharded.send(layout="rows", version=2)
         for server in servers:

@@ -26,6 +26,7 @@ from tests.extensions.shards.trainer import (
     digests_of,
     make_random,
     trainer,
+    whole_digests,
 )
 from tests.support import metrics
 from tests.support.load import ENDLESS, start_running, status, until
@@ -84,10 +85,7 @@ def test_each_byte_comes_once_to_a_rank_and_is_handed_on_by_the_first(
     servers = [*pair, tp2_server]
     tensors = dict(marker.tensors(1))
     make_random(0, tensors)
-    expected = {}
-    for server in servers:
-        with Client(server.url) as client, Sender(client) as sender:
-            expected[server.url] = digests_of(sender.send(tensors.items(), weight_version="whole"))
+    expected = {server.url: whole_digests(server, tensors) for server in servers}
     before = [metrics.read(server) for server in pair]
     with trainer(urls_of(servers), 2) as sharded:
         sharded.send(layout="rows", version=2)

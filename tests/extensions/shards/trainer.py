@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from harness import marker
-from sglang_inflight.client import Client, Fleet, ShardSender, shard_sender
+from harness.server import Server
+from sglang_inflight.client import Client, Fleet, Sender, ShardSender, shard_sender
 from sglang_inflight.client import Shard as Told
 from sglang_inflight.client.report import Report
 from tests.support import block_fp8, mla, moe
@@ -167,6 +168,12 @@ def after_buckets(count: int, do: Callable[[], object]) -> None:
 def digests_of(receipt: Any) -> list[str]:
     """Return the digest of each rank's weights after the commit."""
     return [rank["digest"] for rank in receipt["ranks"]]
+
+
+def whole_digests(server: Server, tensors: Tensors) -> list[str]:
+    """Return the digests of the ranks after an update with whole tensors."""
+    with Client(server.url) as client, Sender(client) as sender:
+        return digests_of(sender.send(tensors.items(), weight_version="whole"))
 
 
 def make_random(rank: int, tensors: Tensors) -> None:
