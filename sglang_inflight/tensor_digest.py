@@ -60,15 +60,10 @@ class Digest:
         self._whole = hashlib.sha256()
         self._reader = HostReader()
 
-    def read(
-        self, name: str, tensor: torch.Tensor, pieces: Iterable[torch.Tensor] | None = None
-    ) -> Iterator[torch.Tensor]:
-        """Read ``tensor``, and yield each of its pieces, flat, as soon as it is read.
-
-        ``pieces``: elements to read in place of those of ``tensor``, flat, in its order.
-        """
+    def read(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Read ``tensor``, and yield each of its pieces, flat, as soon as it is read."""
         one = TensorDigest(name, tensor)
-        yield from one.read(self._reader, pieces)
+        yield from one.read(self._reader)
         self.add(one.line)
 
     def add(self, line: str) -> None:

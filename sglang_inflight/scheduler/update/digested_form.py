@@ -46,10 +46,8 @@ class DigestedForm(Form):
         return line if read_as == name else self._read(name, weight, check)
 
     def _read(self, name: str, weight: Weight, check: Callable[[], None]) -> str:
-        one = TensorDigest(name, weight.live)
-        return read_paced(
-            one, self._form.as_committed(weight), self._reader, self._rate_limit, check
-        )
+        one, pieces = TensorDigest(name, weight.live), self._form.as_committed(weight)
+        return read_paced(one, self._reader, self._rate_limit, check, pieces)
 
     def _forget_line(self, weight: Weight) -> None:
         self._lines.pop(id(weight.live), None)
@@ -108,12 +106,15 @@ class DigestedForm(Form):
 
 def read_paced(
     one: TensorDigest,
-    pieces: Iterable[torch.Tensor],
     reader: HostReader,
     rate_limit: RateLimit,
     check: Callable[[], None],
+    pieces: Iterable[torch.Tensor] | None = None,
 ) -> str:
-    """Read ``pieces``, flat, and return the line of ``one``. ``check`` raises to give up."""
+    """Read the tensor of ``one``, or ``pieces`` in its place, and return the line of ``one``.
+
+    ``pieces`` are flat. ``check`` raises to give up.
+    """
     for piece in one.read(reader, pieces):
         if piece.nbytes >= _LARGE_BYTES:
             rate_limit.leave_out_time()

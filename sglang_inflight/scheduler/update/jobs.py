@@ -57,13 +57,7 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.weight import Weight
 from sglang_inflight.scheduler.update.whole_loader import WholeLoader
 from sglang_inflight.sglang_types import get_parallel
-from sglang_inflight.tensor_digest import (
-    Digest,
-    HostReader,
-    TensorDigest,
-    digest_of_all,
-    flat_pieces,
-)
+from sglang_inflight.tensor_digest import Digest, HostReader, TensorDigest, digest_of_all
 from sglang_inflight.vocabulary.answers import Proof, Ways
 from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names
 
@@ -552,14 +546,8 @@ class Jobs:
             if model.role in shadowed and self._mode_of(update) is not StagingMode.OFF:
                 line = self._shadows.form.line_of(name, weight, update.check)
             else:
-                pieces = flat_pieces(weight.live)
-                line = read_paced(
-                    TensorDigest(name, weight.live),
-                    pieces,
-                    self._host_reader,
-                    self._rate_limit,
-                    update.check,
-                )
+                one = TensorDigest(name, weight.live)
+                line = read_paced(one, self._host_reader, self._rate_limit, update.check)
             digest.add(line)
         for model in self._models:
             digest.add(model.kind.describe_numbers(as_staged=model.role in shadowed))
