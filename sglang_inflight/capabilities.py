@@ -25,11 +25,11 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import attn_dp_enabled_of
 
-from sglang_inflight.messages import KVPolicy
 from sglang_inflight.settings import extensions_on
 from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.kept_kv import KEEP, KeptKV
 
 if TYPE_CHECKING:
     from sglang.srt import server_args as sglangs
@@ -78,6 +78,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         fence=fence,
         recompute=fence
         or (queue and f"an update or a flush cannot retract running requests: {queue}; {_FENCE}"),
+        kv_max_age=_why_no_ages(args, queue, fence),
         keep_weights=queue and f"memory cannot be released while requests wait: {queue}",
         move_adapters=_why_not_moved(args, queue),
         pin=_why_not_pinned(args, queue, fence),
@@ -104,7 +105,9 @@ def with_store(can: Capabilities, settings: Memory) -> Capabilities:
     if can.fence is not None or store is None or not settings.enable_hierarchical_cache:
         return can
     why = f"--hicache-storage-backend {store} keeps prefixes of older weights; {_KEEP}"
-    return msgspec.structs.replace(can, fence=why, recompute=why, pin=can.pin or why)
+    return msgspec.structs.replace(
+        can, fence=why, recompute=why, kv_max_age=can.kv_max_age or why, pin=can.pin or why
+    )
 
 
 def _why_no_pause(args: ServerArgs) -> str | None:
@@ -267,6 +270,21 @@ def _why_prefixes_stay(args: ServerArgs) -> str | None:
     return None
 
 
+def _why_no_ages(args: ServerArgs, queue: str | None, fence: str | None) -> str | None:
+    """Return why KV cannot be kept up to an age, or None."""
+    if (why := queue or fence) is not None:
+        return f"KV cannot be kept by its age: {why}"
+    unproven = {
+        "--pp-size above 1": args.pp_size > 1,
+        "--enable-hisparse": args.enable_hisparse,
+        "--dllm-algorithm": args.dllm_algorithm is not None,
+    }
+    for what, is_set in unproven.items():
+        if is_set:
+            return f"KV cannot be kept by its age with {what}: nobody tried both"
+    return None
+
+
 def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
     """Return why requests cannot move from one adapter to another, or None."""
     if not args.enable_lora:
@@ -308,24 +326,26 @@ def now(can: Capabilities) -> Capabilities:
     return with_store(can, get_memory())
 
 
-def require_supported(kv_cache: KVPolicy, can: Capabilities, *, retracts: bool) -> None:
-    """Raise ``Refused`` if ``kv_cache`` is unsupported.
+def require_supported(kept: KeptKV, can: Capabilities, *, retracts: bool) -> None:
+    """Raise ``Refused`` if the policy ``kept`` is unsupported.
 
     ``retracts`` is true if requests may be running at the commit.
     """
     can = now(can)
-    if kv_cache != "keep" and can.fence is not None:
-        raise Refused(f"kv_cache={kv_cache!r} is not supported: {can.fence}")
-    if retracts and kv_cache == "recompute" and can.recompute is not None:
+    if not kept.keeps_all and can.fence is not None:
+        raise Refused(f"{kept} is not supported: {can.fence}")
+    if retracts and kept.flushes and can.recompute is not None:
         raise Refused(can.recompute)
+    if kept.has_ages and can.kv_max_age is not None:
+        raise Refused(f"{kept} is not supported: {can.kv_max_age}")
 
 
-def as_sglang_does(kv_cache: KVPolicy, can: Capabilities) -> KVPolicy:
+def as_sglang_does(kept: KeptKV, can: Capabilities) -> KeptKV:
     """Weaken an unsupported policy for calls without our fields, as SGLang does."""
-    if kv_cache == "keep" or (reason := now(can).fence) is None:
-        return kv_cache
+    if kept.keeps_all or (reason := now(can).fence) is None:
+        return kept
     _warn(reason)
-    return "keep" if kv_cache == "fence" else kv_cache
+    return kept if kept.flushes else KEEP
 
 
 @functools.cache

@@ -40,8 +40,8 @@ from sglang_inflight.vocabulary.bodies import SERVED as SERVED
 from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import SPARSE_BUCKET as SPARSE_BUCKET
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
-from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
+from sglang_inflight.vocabulary.kept_kv import KeptKV
 
 # in errors
 SERVED_ELSEWHERE = "weights as another server serves them"
@@ -493,14 +493,14 @@ class CommitCall(Call, kw_only=True):
 
     update_id: str
     weight_version: str | None
-    kv_cache: KVPolicy
+    kept_kv: KeptKV
     torch_empty_cache: bool = False
     # the scale in any rank's vote: all ranks must refuse the same rollbacks
     kv_scale: str | None = None
 
     def drains_pipeline(self) -> bool:
         # to retract requests
-        return self.kv_cache == "recompute"
+        return self.kept_kv.flushes
 
 
 class DropCall(Call, kw_only=True):
@@ -524,11 +524,11 @@ class RollbackCall(Call, kw_only=True):
 
     weight_version: str | None
     expected_version: str | None = None
-    kv_cache: KVPolicy
+    kept_kv: KeptKV
 
     def drains_pipeline(self) -> bool:
         # to retract requests
-        return self.kv_cache == "recompute"
+        return self.kept_kv.flushes
 
 
 class JoinGroupCall(Call, kw_only=True):

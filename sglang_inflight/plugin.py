@@ -40,7 +40,7 @@ HOOK_MODULES = (
     "sglang_inflight.scheduler.slots",
     "sglang_inflight.scheduler.start",
     "sglang_inflight.scheduler.update.reservation",
-    "sglang_inflight.scheduler.versions.prefix_fence",
+    "sglang_inflight.scheduler.versions.kv_ages",
     "sglang_inflight.scheduler.versions.token_versions",
     "sglang_inflight.unsupported",
 )

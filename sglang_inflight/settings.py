@@ -117,6 +117,13 @@ class Settings:
         "an update from disk whose changes outgrow the memory of the device and of the host: "
         "in_place writes it over the served weights while requests wait; refuse changes nothing",
     )
+    kv_max_age: int | None = setting(
+        None,
+        natural,
+        "the oldest KV of older weights that a commit keeps, in commits, where the call says "
+        "neither kv_cache nor kv_max_age; unset: SGLang's flush_cache decides",
+        is_shared=True,
+    )
     proof: str = setting(
         "first_update",
         one_of("first_update", "start"),

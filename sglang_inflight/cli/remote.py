@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sglang_inflight.vocabulary.answers import NewRequests, PauseMode
-    from sglang_inflight.vocabulary.bodies import KVPolicy
+    from sglang_inflight.vocabulary.kept_kv import KVPolicy
 
 LOCAL = "http://127.0.0.1:30000"
 
@@ -201,7 +201,12 @@ def update_disk(
     expected_digest: Annotated[
         str | None, typer.Option(help="Refuse tensors of another digest, all together.")
     ] = None,
-    kv_cache: Annotated[str, typer.Option(help="fence, keep or recompute.")] = "fence",
+    kv_cache: Annotated[
+        str | None, typer.Option(help="fence (the default), by_salt, keep or recompute.")
+    ] = None,
+    kv_max_age: Annotated[
+        int | None, typer.Option(help="Keep KV that is at most this many commits old.")
+    ] = None,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -215,7 +220,9 @@ def update_disk(
             path,
             weight_version=weight_version,
             # the server refuses another policy
-            kv_cache=cast("KVPolicy", kv_cache),
+            kv_cache=cast("KVPolicy | None", kv_cache),
+            kv_max_age=kv_max_age,
+            flush_cache=False,
             expected_version=expected_version,
             expected_digest=expected_digest,
             on_progress=on_progress,

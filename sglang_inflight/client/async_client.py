@@ -51,9 +51,10 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     Status,
 )
-from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, KeepWeights, KVPolicy
+from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, KeepWeights
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
+from sglang_inflight.vocabulary.kept_kv import KVPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +354,7 @@ class AsyncClient:
         *,
         weight_version: str | None = None,
         kv_cache: KVPolicy | None = None,
+        kv_max_age: int | None = None,
         partial: bool | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
@@ -363,7 +365,7 @@ class AsyncClient:
 
         The yielded ``Session`` has a ``receipt`` after the block, and a ``session_id`` from the
         start. If the block raises, or this process dies, the session is dropped and nothing has
-        changed. ``kv_cache`` overrides the updates' policies, unless it is None. With
+        changed. ``kv_cache`` or ``kv_max_age`` overrides the updates' policies. With
         ``expected_digest`` the session commits only tensors of this digest, all together (see
         ``digest_of_all``). ``fields`` are the fields of ``/begin_weight_update``. A client has one
         session at a time.
@@ -376,7 +378,10 @@ class AsyncClient:
             session = Session(begun)
             yield session
             session.receipt = await self.end(
-                weight_version=weight_version, kv_cache=kv_cache, expected_digest=expected_digest
+                weight_version=weight_version,
+                kv_cache=kv_cache,
+                kv_max_age=kv_max_age,
+                expected_digest=expected_digest,
             )
 
     @asynccontextmanager
@@ -448,6 +453,7 @@ class AsyncClient:
         *,
         weight_version: str | None = None,
         kv_cache: KVPolicy | None = None,
+        kv_max_age: int | None = None,
         expected_digest: str | None = None,
     ) -> Receipt:
         """Commit the open session, and seal it first if necessary.
@@ -461,6 +467,7 @@ class AsyncClient:
             session_id=self._session_id,
             weight_version=weight_version,
             kv_cache=kv_cache,
+            kv_max_age=kv_max_age,
             expected_digest=expected_digest,
         )
         return self._read(Receipt, receipt)

@@ -55,8 +55,9 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     Status,
 )
-from sglang_inflight.vocabulary.bodies import SERVED, KVPolicy, OnBusy, Selector
+from sglang_inflight.vocabulary.bodies import SERVED, OnBusy, Selector
 from sglang_inflight.vocabulary.errors import Conflict, InflightError, Refused
+from sglang_inflight.vocabulary.kept_kv import KVPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ _ROUNDS = 3
 _OF_SESSION = (
     "weight_version",
     "kv_cache",
+    "kv_max_age",
     "partial",
     "expected_version",
     "on_busy",
@@ -203,8 +205,9 @@ class AsyncFleet:
         if of_session.get("partial") is None:
             of_session["partial"] = source != "disk"
         async with self._two_phases(on_progress=on_progress, **of_session) as report:
-            # kv_cache here too, so that a server refuses an unsupported policy before the seal
-            await self._stage(source, kv_cache=of_session.get("kv_cache"), **given)
+            # the policy here too, so that a server refuses an unsupported one before the seal
+            kept = {name: of_session.get(name) for name in ("kv_cache", "kv_max_age")}
+            await self._stage(source, **kept, **given)
         return report
 
     async def update_from_disk(
@@ -232,6 +235,7 @@ class AsyncFleet:
         *,
         weight_version: str | None = None,
         kv_cache: KVPolicy | None = None,
+        kv_max_age: int | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
         partial: bool | None = None,
@@ -244,7 +248,7 @@ class AsyncFleet:
         """Open a session on all servers. At the block's end all commit its updates, or none.
 
         The yielded report has the receipts after the block. If the block raises, nothing has
-        changed. ``kv_cache`` overrides the updates' policies, unless it is None. A server busy
+        changed. ``kv_cache`` or ``kv_max_age`` overrides the updates' policies. A server busy
         with another update refuses: two trainers waiting for each other's servers would deadlock.
         ``expected_digest`` is as in ``AsyncClient.session``: if one server received something else,
         none commits.
@@ -252,6 +256,7 @@ class AsyncFleet:
         async with self._two_phases(
             weight_version=weight_version,
             kv_cache=kv_cache,
+            kv_max_age=kv_max_age,
             on_busy=on_busy,
             lease_s=lease_s,
             on_progress=on_progress,
@@ -511,6 +516,7 @@ class AsyncFleet:
         *,
         weight_version: str | None = None,
         kv_cache: KVPolicy | None = None,
+        kv_max_age: int | None = None,
         on_busy: OnBusy = "refuse",
         expected_digest: str | None = None,
         **fields: Any,
@@ -525,7 +531,9 @@ class AsyncFleet:
                 return await blocks.enter(server.url, block)
 
             async def end(server: AsyncClient) -> Receipt:
-                return await server.end(weight_version=weight_version, kv_cache=kv_cache)
+                return await server.end(
+                    weight_version=weight_version, kv_cache=kv_cache, kv_max_age=kv_max_age
+                )
 
             async def seal(server: AsyncClient) -> StagedSoFar:
                 return await server.seal(expected_digest=expected_digest)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from sglang_inflight.vocabulary.answers import Status
-from sglang_inflight.vocabulary.bodies import KVPolicy, OnBusy, Selector
+from sglang_inflight.vocabulary.bodies import OnBusy, Selector
+from sglang_inflight.vocabulary.kept_kv import KVPolicy
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -22,6 +23,7 @@ class UpdateOptions(TypedDict, total=False):
     torch_empty_cache: bool
     non_blocking: bool
     kv_cache: KVPolicy | None
+    kv_max_age: int | None
     expected_version: str | None
     partial: bool | None
     on_busy: OnBusy
@@ -90,6 +92,7 @@ class SessionFields(BeginFields, total=False):
     """Fields of a session, but for its version and ``partial``."""
 
     kv_cache: KVPolicy | None
+    kv_max_age: int | None
     lease_s: float
     on_progress: OnProgress | None
     expected_digest: str | None

@@ -10,7 +10,7 @@ This module hooks ``Scheduler.abort_request``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -25,7 +25,7 @@ from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.beams import begin_beams_anew
 from sglang_inflight.scheduler.by_version import paused_as_it_was, send_abort_output
 from sglang_inflight.scheduler.host_tier import finish_copies
-from sglang_inflight.scheduler.requests import Requests
+from sglang_inflight.scheduler.requests import Requests, record_of
 from sglang_inflight.sglang_types import get_disagg, get_parallel
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Boundary:
         self.requests = Requests(scheduler)
         # queued requests with a reason to end, in the order in which they end
         self._ending: dict[Req, None] = {}
+        # see ``refreshing``
+        self._refreshing: dict[Req, None] = {}
 
     def drain(self) -> None:
         """Finish the last forward and process its result, as the loop itself would.
@@ -126,14 +128,19 @@ class Boundary:
         elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             yield scheduler.disagg_decode_prealloc_queue.queue
 
-    def free_sessions(self) -> list[Req]:
-        """Release the KV that idle streaming sessions keep for their next request.
+    def sessions(self) -> Collection[str]:
+        """Return the ids of the streaming sessions that keep KV."""
+        names: Collection[str] = self._scheduler.tree_cache.session_records()
+        return names
+
+    def free_sessions(self, names: Container[str]) -> list[Req]:
+        """Release the KV that idle streaming sessions of these ids keep for their next request.
 
         Return the requests that use their session's KV. A waiting request is not one of them:
         it may have borrowed the KV already, but has computed nothing on it.
         """
         cache = self._scheduler.tree_cache
-        records = cache.session_records()
+        records = {name: kv for name, kv in cache.session_records().items() if name in names}
         if not records:
             return []
         waiting = self.requests.without_kv()
@@ -209,13 +216,51 @@ class Boundary:
             running = self.requests.running()
             self._requeue([req for req in reqs if req in running])
 
-    def retract_some(self, reqs: Iterable[Req]) -> None:
-        """Send the running ones of ``reqs`` back to the waiting queue, and free their KV."""
+    def retract_some(self, reqs: Iterable[Req]) -> list[Req]:
+        """Send the running ones of ``reqs`` back to the waiting queue, and free their KV.
+
+        Return these.
+        """
         self.drain()
         running = self.requests.running()
         held = [req for req in reqs if req in running]
         self._count(held)
         self._requeue(held)
+        return held
+
+    def refresh(self, reqs: Sequence[Req]) -> list[Req]:
+        """Have the running ones of ``reqs`` recompute their KV before other requests begin.
+
+        Return these, in the order of ``reqs``.
+        """
+        held = self.retract_some(reqs)
+        self.put_first(held)
+        return held
+
+    def refreshing(self) -> list[Req]:
+        """Return the requests that still recompute too old KV, in the order of their retraction."""
+        chunked = self._scheduler.chunked_req
+        self._refreshing = {
+            req: None
+            for req in self._refreshing
+            if record_of(req).is_refreshing
+            and not req.finished()
+            and (req is chunked or not req.kv.holds_kv)
+        }
+        return list(self._refreshing)
+
+    def put_first(self, retracted: Collection[Req]) -> None:
+        """Put retracted requests in front of the queue, and mark that they recompute KV.
+
+        They keep their order in the queue, which is the same on all ranks.
+        """
+        scheduler, theirs = self._scheduler, set(retracted)
+        first = [req for req in scheduler.waiting_queue if req in theirs]
+        for req in first:
+            record_of(req).is_refreshing = True
+            self._refreshing[req] = None
+        others = (req for req in scheduler.waiting_queue if req not in theirs)
+        scheduler.waiting_queue = [*first, *others]
 
     def _count(self, reqs: Collection[Req]) -> None:
         """Count requests that are about to be retracted."""

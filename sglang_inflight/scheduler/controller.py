@@ -58,6 +58,7 @@ from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.retraction.prefilled_again import look_for_embeddings
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
@@ -66,8 +67,8 @@ from sglang_inflight.scheduler.update.layout import name_layout
 from sglang_inflight.scheduler.update.live_machine import Previous
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions, Versions
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model, get_parallel
@@ -107,6 +108,8 @@ BATCHES: Joint[Callable[[Controller], ChooseBatch]] = Joint("choice of a batch")
 FORWARDS: Joint[Callable[[Controller], Callable[[], Previous | None]]] = Joint("forward")
 # follows a commit or a rollback: the new label is there, and older KV still is
 COMMITS: Joint[Callable[[Controller], None]] = Joint("commit")
+# returns which of the running requests with too old KV, the oldest first, recompute it at a commit
+OVERDUE: Joint[Callable[[Controller, list[Req]], list[Req]]] = Joint("too old KV")
 # follows a new name of the served weights, or another adapter of waiting requests
 RELABELS: Joint[Callable[[Controller], None]] = Joint("relabel")
 # completes the description of this rank
@@ -134,7 +137,7 @@ class Controller(HasParts):
         self.pause = Pause(scheduler, boundary, self.answers, metrics)
         kv_versions = self.kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
-        self.fence = PrefixFence(boundary)
+        self.ages = KVAges(boundary)
         self.adapter_versions = AdapterVersions()
         self.live = LiveWeights(scheduler)
         parts = self.staging_parts = make_staging(
@@ -154,10 +157,11 @@ class Controller(HasParts):
             self.staging,
             self.live,
             self.versions,
-            self.fence,
+            self.ages,
             metrics,
             name_layout(parts.layout),
             on_swap=self._follow_commit,
+            choose_due=self._choose_due,
         )
         self._commit_answers = CommitAnswers(self.answers, self.live, metrics)
         self.hollow = HollowWeights(
@@ -309,10 +313,11 @@ class Controller(HasParts):
 
     def prepare(self, req: Req) -> None:
         """Prepare a request that enters the queue, new or retracted."""
+        record_of(req).is_refreshing = False
         for admit in ENTRIES:
             admit(self, req)
         # last, because the key names the weights that an extension may have found
-        self.fence.admit(req)
+        self.ages.admit(req)
 
     @hook(f"{SCHEDULER}.run_batch", AROUND, via="inflight")
     def launch(
@@ -351,6 +356,11 @@ class Controller(HasParts):
     def _follow_commit(self) -> None:
         for follow in COMMITS:
             follow(self)
+
+    def _choose_due(self, over: list[Req]) -> list[Req]:
+        for choose in OVERDUE:
+            over = choose(self, over)
+        return over
 
     def follow_relabel(self) -> None:
         for follow in RELABELS:

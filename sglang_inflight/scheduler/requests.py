@@ -205,12 +205,16 @@ class RequestRecord:
     kv_versions: Spans | None = None
     # label indices of ``KVVersions`` by position, while the KV is on the host, waiting for room
     kv_backup: torch.Tensor | None = None
-    # the request ran across a fence, or moved with its KV: no other request may use this KV
+    # its KV is too old for other requests, or it moved with its KV to another adapter
     is_fenced_off: bool = False
     # before that, SGLang itself kept the request out of the prefix cache
     was_kept_out: bool = False
-    # its ``extra_key`` has no mark but ours (``prefix_fence.py``)
+    # its ``extra_key`` has no mark but ours (``kv_ages.py``)
     has_own_key: bool = False
+    # no older weights made its KV (``kv_ages.py``)
+    kv_epoch: int = 0
+    # retracted because its KV was too old, and not prefilled whole since
+    is_refreshing: bool = False
     # number of the only weights that may make its tokens and its KV (``LiveWeights.weights``)
     weights: int | None = None
     _parts: dict[type, object] = field(default_factory=dict)

@@ -222,6 +222,8 @@ class Capabilities(Answer, frozen=True, kw_only=True):
     fence: str | None = None
     # kv_cache="recompute" and flushes, while requests run
     recompute: str | None = None
+    # kv_max_age above 0: KV is kept up to an age
+    kv_max_age: str | None = None
     # release of memory while requests wait, with a choice about the weights
     keep_weights: str | None = None
     # running="move": running requests pass to the adapter that takes their adapter's name

@@ -14,6 +14,7 @@ import msgspec
 
 from sglang_inflight.vocabulary.answers import NewRequests, PauseMode, RankOffered
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.kept_kv import KeptKV, KVPolicy, choose_kept_kv
 from sglang_inflight.vocabulary.layouts import LayoutDigest
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
 # longest wait of a request, or of a call, for a version
 LONGEST_WAIT_S = 86400.0
 OnBusy = Literal["wait", "refuse", "replace"]
-KVPolicy = Literal["recompute", "fence", "keep"]
+# commits and rollbacks
+Age = Annotated[int, msgspec.Meta(ge=0)]
 # KV of requests that move to another adapter; no "keep", because adapters share no prefixes
 AdapterKVPolicy = Literal["recompute", "fence"]
 # a release either copies the weights to the host or discards them
@@ -174,6 +176,7 @@ class UpdateBody(Body, kw_only=True):
     torch_empty_cache: bool = False
     non_blocking: bool = False
     kv_cache: KVPolicy | None = None
+    kv_max_age: Age | None = None
     expected_version: Name | None = None
     partial: bool | None = None
     on_busy: OnBusy = "wait"
@@ -206,8 +209,8 @@ class UpdateBody(Body, kw_only=True):
         return self.sends_pieces if self.partial is None else self.partial
 
     @property
-    def kv_policy(self) -> KVPolicy:
-        return choose_kv_policy(self.flush_cache, self.kv_cache)
+    def kept_kv(self) -> KeptKV:
+        return choose_kept_kv(self.kv_cache, self.kv_max_age, flush_cache=self.flush_cache)
 
 
 class DiskBody(UpdateBody, kw_only=True):
@@ -357,6 +360,7 @@ class EndBody(Body, kw_only=True):
     weight_version: Version | None = None
     flush_cache: bool | None = None
     kv_cache: KVPolicy | None = None
+    kv_max_age: Age | None = None
     torch_empty_cache: bool = False
     # the field of SealBody
     expected_digest: DigestText | None = None
@@ -375,13 +379,14 @@ class RollbackBody(Body, kw_only=True):
     expected_version: Name | None = None
     flush_cache: bool = False
     kv_cache: KVPolicy | None = None
+    kv_max_age: Age | None = None
 
     def __post_init__(self) -> None:
         check_version(self.weight_version)
 
     @property
-    def kv_policy(self) -> KVPolicy:
-        return choose_kv_policy(self.flush_cache, self.kv_cache)
+    def kept_kv(self) -> KeptKV:
+        return choose_kept_kv(self.kv_cache, self.kv_max_age, flush_cache=self.flush_cache)
 
 
 class NameBody(Body, kw_only=True):
@@ -451,25 +456,6 @@ def check_folder(path: str) -> None:
     """Raise ``Refused`` for a path that depends on the server's own folder."""
     if not path.startswith("/"):
         raise Refused(f"path {path[:200]!r} must be absolute: several ranks and servers use it")
-
-
-def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
-    """Return what happens to KV of older weights; ``kv_cache`` overrides ``flush_cache``."""
-    if kv_cache is not None:
-        return kv_cache
-    return "recompute" if flush_cache else "fence"
-
-
-def require_recompute(kv_cache: KVPolicy, kv_scale: str | None, what: str) -> None:
-    """Raise ``Refused`` if KV quantized by one scale would be read by another.
-
-    ``kv_scale``: a scale that ``what`` changes, with its values, or None.
-    """
-    if kv_scale is not None and kv_cache != "recompute":
-        raise Refused(
-            f"{what} changes {kv_scale}, by which KV is quantized, and kv_cache={kv_cache!r} keeps "
-            'KV of the old scale: pass kv_cache="recompute"'
-        )
 
 
 # ---- adapters --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sglang_inflight.scheduler.update.commit import CommitAnswers
 from sglang_inflight.scheduler.update.live_machine import ReadDigest
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.vocabulary.kept_kv import FENCE
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.device import Device
 
@@ -37,7 +38,7 @@ class Rank:
 
     def commit(self, update_id: str) -> None:
         self.live.swap_in("new", PreparedSwap(), base=VersionLabel(0, "v0"))
-        call = CommitCall(call_id="", update_id=update_id, weight_version="v1", kv_cache="fence")
+        call = CommitCall(call_id="", update_id=update_id, weight_version="v1", kept_kv=FENCE)
         committed = Committed(
             weight_version="v1",
             base_version="v0",

@@ -18,8 +18,9 @@ from sglang_inflight.vocabulary.errors import (
     RankSilent,
     Refused,
 )
+from sglang_inflight.vocabulary.kept_kv import FENCE
 
-CALL = CommitCall(update_id="u", weight_version="v1", kv_cache="fence")
+CALL = CommitCall(update_id="u", weight_version="v1", kept_kv=FENCE)
 COMMITTED = Committed(
     weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
 )

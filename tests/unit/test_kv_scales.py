@@ -26,8 +26,9 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import UNPACED
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, KVPolicy, TensorBody
+from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, TensorBody
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.kept_kv import FENCE, KVPolicy
 from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
@@ -225,8 +226,10 @@ def test_rollback_of_a_changed_scale_needs_all_kv_anew(monkeypatch: pytest.Monke
     nothing: Any = SimpleNamespace()
     staging: Any = SimpleNamespace(why_no_rollback=lambda: None)
     versions: Any = SimpleNamespace(current="v1")
-    commits = Commits(nothing, staging, live, versions, nothing, nothing, "", on_swap=nothing)
-    call = RollbackCall(weight_version=None, kv_cache="fence")
+    commits = Commits(
+        nothing, staging, live, versions, nothing, nothing, "", on_swap=nothing, choose_due=nothing
+    )
+    call = RollbackCall(weight_version=None, kept_kv=FENCE)
     with pytest.raises(Refused, match=r"the rollback changes 'attn\.k_scale_float'"):
         commits.roll_back(call)
     assert live.digest == "now"

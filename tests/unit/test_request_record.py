@@ -1,4 +1,4 @@
-"""Our record on SGLang's own requests, and the fence's marks."""
+"""Our record on SGLang's own requests, and the marks of its KV's age."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.common import RetractionBackup
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_inflight.scheduler.requests import record_of
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
+from sglang_inflight.vocabulary.kept_kv import FENCE
 
 
 class Queues:
@@ -25,7 +26,10 @@ class Queues:
             running=lambda: self.running, without_kv=lambda: self.waiting
         )
 
-    def free_sessions(self) -> list[Req]:
+    def sessions(self) -> list[str]:
+        return []
+
+    def free_sessions(self, names: set[str]) -> list[Req]:
         return []
 
 
@@ -35,9 +39,9 @@ def queues() -> Queues:
 
 
 @pytest.fixture
-def fence(queues: Queues) -> PrefixFence:
+def ages(queues: Queues) -> KVAges:
     boundary: Any = queues
-    return PrefixFence(boundary)
+    return KVAges(boundary)
 
 
 def request(rid: str = "r", **fields: Any) -> Req:
@@ -53,52 +57,52 @@ def test_retracted_request_keeps_its_record() -> None:
     assert record_of(request()) is not record
 
 
-def test_fenced_request_is_uncached_until_retracted(queues: Queues, fence: PrefixFence) -> None:
+def test_fenced_request_is_uncached_until_retracted(queues: Queues, ages: KVAges) -> None:
     req = request()
     queues.running = {req}
-    fence.raise_to(1)
+    ages.begin(FENCE, 1)
     assert req.skip_radix_cache_insert
     # the next fence finds the mark
-    fence.raise_to(2)
+    ages.begin(FENCE, 2)
     assert req.skip_radix_cache_insert
-    fence.admit(req)
+    ages.admit(req)
     assert not req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:2"
 
 
-def test_host_backed_request_stays_fenced(queues: Queues, fence: PrefixFence) -> None:
+def test_host_backed_request_stays_fenced(queues: Queues, ages: KVAges) -> None:
     req = request()
-    fence.raise_to(1)
-    fence.admit(req)
+    ages.begin(FENCE, 1)
+    ages.admit(req)
     queues.running = {req}
-    fence.raise_to(2)
+    ages.begin(FENCE, 2)
     req.kv.retraction_backup = RetractionBackup()
-    fence.admit(req)
+    ages.admit(req)
     assert req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:1"
     # the host has no room at the next retraction, and the KV is computed again
     req.kv.retraction_backup = None
-    fence.admit(req)
+    ages.admit(req)
     assert not req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:2"
 
 
-def test_callers_skip_cache_flag_is_kept(queues: Queues, fence: PrefixFence) -> None:
+def test_callers_skip_cache_flag_is_kept(queues: Queues, ages: KVAges) -> None:
     req = request()
     req.skip_radix_cache_insert = True
     queues.running = {req}
-    fence.raise_to(1)
-    fence.admit(req)
+    ages.begin(FENCE, 1)
+    ages.admit(req)
     assert req.skip_radix_cache_insert
 
 
-def test_fence_keeps_callers_extra_key(queues: Queues, fence: PrefixFence) -> None:
+def test_fence_keeps_callers_extra_key(queues: Queues, ages: KVAges) -> None:
     req = request(extra_key="tenant")
-    fence.admit(req)
+    ages.admit(req)
     assert req.extra_key == "tenant"
     queues.waiting = [req]
-    fence.raise_to(1)
-    fence.raise_to(2)
+    ages.begin(FENCE, 1)
+    ages.begin(FENCE, 2)
     assert req.extra_key == "tenant|inflight-epoch:2"
 
 
@@ -114,42 +118,45 @@ FORGED = [
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_callers_extra_key_is_no_key_of_the_fence(
-    fence: PrefixFence, forged: str, epoch: int
+    queues: Queues, ages: KVAges, forged: str, epoch: int
 ) -> None:
     keys = set()
-    fence.raise_to(1)
+    ages.begin(FENCE, 1)
     for weights in (None, 0):
         req = request()
         record_of(req).weights = weights
-        fence.admit(req)
+        ages.admit(req)
         keys.add(req.extra_key)
     assert keys == {"|inflight-epoch:1", "|inflight-weights:0"}
-    fence.raise_to(epoch)
+    boundary: Any = queues
+    ages = KVAges(boundary)
+    if epoch:
+        ages.begin(FENCE, epoch)
     req = request(extra_key=forged)
     for _ in range(2):
-        fence.admit(req)
+        ages.admit(req)
         assert req.extra_key is not None
         assert not keys & {req.extra_key, req.extra_key.removeprefix("tenant")}
         # a retraction changes nothing
         assert req.extra_key.count("|inflight-") == epoch
 
 
-def test_adapters_behind_a_forged_key_share_no_prefix(fence: PrefixFence) -> None:
+def test_adapters_behind_a_forged_key_share_no_prefix(ages: KVAges) -> None:
     """SGLang appends the adapter's id to the caller's key."""
-    fence.raise_to(2)
+    ages.begin(FENCE, 2)
     keys = set()
     for adapter in ("a", "b"):
         req = request(extra_key="|inflight-epoch:1", lora_id=adapter)
-        fence.admit(req)
+        ages.admit(req)
         keys.add(req.extra_key)
     assert len(keys) == 2
 
 
-def test_moved_request_is_cached_again_after_retraction(fence: PrefixFence) -> None:
+def test_moved_request_is_cached_again_after_retraction(ages: KVAges) -> None:
     """No commit has raised the fence yet."""
     req = request()
-    fence.keep_out_of_cache(req)
+    ages.keep_out_of_cache(req)
     assert req.skip_radix_cache_insert
-    fence.admit(req)
+    ages.admit(req)
     assert not req.skip_radix_cache_insert
     assert req.extra_key is None

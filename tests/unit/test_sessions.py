@@ -17,7 +17,8 @@ from sglang_inflight.scheduler import boundary, requests
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.retraction.session_turns import end_turns_of_aborted
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
+from sglang_inflight.vocabulary.kept_kv import FENCE
 
 
 class Scheduler:
@@ -79,7 +80,7 @@ def test_fence_frees_sessions_without_a_running_turn(scheduler: Scheduler) -> No
     # the waiting turn was matched, and there was no room for it
     scheduler.waiting_queue = [waiting]
     any_scheduler, metrics = cast(Any, scheduler), cast(Any, None)
-    PrefixFence(Boundary(any_scheduler, metrics)).raise_to(1)
+    KVAges(Boundary(any_scheduler, metrics)).begin(FENCE, 1)
     assert scheduler.freed == [1, 2]
     assert not waiting.kv.holds_kv
     assert scheduler.sessions.borrowed_slot(waiting) is None

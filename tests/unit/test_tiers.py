@@ -13,10 +13,15 @@ from sglang_inflight.messages import CommitCall
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, IPCBody, TensorBody
 from sglang_inflight.vocabulary.errors import InflightError, Refused
+from sglang_inflight.vocabulary.kept_kv import FENCE, KEEP, RECOMPUTE, KeptKV, choose_kept_kv
 from tests.support.ticks import run
 from tests.unit.fakes import ALL, Play
 
 STORES = "LMCache keeps prefixes"
+
+
+BY_SALT = choose_kept_kv("by_salt", None, flush_cache=True)
+UP_TO_2 = choose_kept_kv(None, 2, flush_cache=True)
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +32,23 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return settings
 
 
-@pytest.mark.parametrize("kv_cache", ["fence", "recompute"])
-def test_attached_store_refuses_fence_and_recompute(stores: SimpleNamespace, kv_cache: Any) -> None:
-    require_supported(kv_cache, ALL, retracts=True)
+@pytest.mark.parametrize("kept", [FENCE, BY_SALT, RECOMPUTE, UP_TO_2], ids=str)
+def test_attached_store_refuses_all_but_keep(stores: SimpleNamespace, kept: KeptKV) -> None:
+    require_supported(kept, ALL, retracts=True)
     stores.hicache_storage_backend = "mooncake"
     with pytest.raises(Refused, match="--hicache-storage-backend mooncake"):
-        require_supported(kv_cache, ALL, retracts=False)
-    require_supported("keep", ALL, retracts=True)
+        require_supported(kept, ALL, retracts=False)
+    require_supported(KEEP, ALL, retracts=True)
     stores.hicache_storage_backend = None
-    require_supported(kv_cache, ALL, retracts=True)
+    require_supported(kept, ALL, retracts=True)
 
 
 def test_recompute_is_refused_only_while_requests_may_run() -> None:
     can = Capabilities(recompute="no retraction here")
-    require_supported("recompute", can, retracts=False)
-    require_supported("fence", can, retracts=True)
+    require_supported(RECOMPUTE, can, retracts=False)
+    require_supported(FENCE, can, retracts=True)
     with pytest.raises(Refused, match="no retraction here"):
-        require_supported("recompute", can, retracts=True)
+        require_supported(RECOMPUTE, can, retracts=True)
 
 
 async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
@@ -57,34 +62,34 @@ async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
     await play.updates.end(EndBody())
 
 
-def kv_cache_of_commit(can: Capabilities, **fields: Any) -> str:
-    async def commit() -> str:
+def kept_kv_of_commit(can: Capabilities, **fields: Any) -> KeptKV:
+    async def commit() -> KeptKV:
         play = Play(can)
         play.make(update(play, **fields))
         await play.finish()
         await play.made[0]
         (call,) = [call for call in play.ranks.called if isinstance(call, CommitCall)]
-        return call.kv_cache
+        return call.kept_kv
 
     return run(commit())
 
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
 @pytest.mark.parametrize(
-    ("fence", "fields", "kv_cache"),
+    ("fence", "fields", "kept"),
     [
-        (None, {}, "recompute"),
-        (None, {"flush_cache": False}, "fence"),
-        (STORES, {}, "recompute"),
-        (STORES, {"flush_cache": False}, "keep"),
+        (None, {}, RECOMPUTE),
+        (None, {"flush_cache": False}, FENCE),
+        (STORES, {}, RECOMPUTE),
+        (STORES, {"flush_cache": False}, KEEP),
     ],
 )
 def test_sglangs_own_update_keeps_external_tiers(
-    fence: str | None, fields: dict[str, Any], kv_cache: str, in_session: bool
+    fence: str | None, fields: dict[str, Any], kept: KeptKV, in_session: bool
 ) -> None:
     """The device's part is flushed or kept, and storage behind it is kept."""
     can = Capabilities(fence=fence, recompute=fence)
-    assert kv_cache_of_commit(can, in_session=in_session, **fields) == kv_cache
+    assert kept_kv_of_commit(can, in_session=in_session, **fields) == kept
 
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
@@ -94,4 +99,4 @@ def test_our_update_is_refused_with_external_tiers(
 ) -> None:
     can = Capabilities(fence=STORES, recompute=STORES)
     with pytest.raises(InflightError, match=STORES):
-        kv_cache_of_commit(can, in_session=in_session, **fields)
+        kept_kv_of_commit(can, in_session=in_session, **fields)

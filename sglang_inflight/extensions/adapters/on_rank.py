@@ -33,7 +33,7 @@ from sglang_inflight.messages import Done, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import CALLS, ENTRIES, PARTS, Controller, Handler
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
 from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed, Refused, describe
@@ -65,7 +65,7 @@ class Adapters:
         self,
         scheduler: Scheduler,
         boundary: Boundary,
-        fence: PrefixFence,
+        ages: KVAges,
         versions: AdapterVersions,
         answers: AnswerChannel,
         *,
@@ -78,7 +78,7 @@ class Adapters:
         self._answers = answers
         self._scheduler = scheduler
         self._boundary = boundary
-        self._fence = fence
+        self._ages = ages
         self.versions = versions
         self._on_move = on_move
         if self._maybe_manager is not None:
@@ -198,7 +198,7 @@ class Adapters:
             retracted = self._boundary.retract()
         moved = self._requests_of(call.from_id)
         for req in self._hold_kv(moved):
-            self._fence.keep_out_of_cache(req)
+            self._ages.keep_out_of_cache(req)
         for req in moved:
             req.lora_id = call.to_id
             if req.extra_key is not None:
@@ -251,7 +251,7 @@ def make_adapters(controller: Controller) -> Adapters:
     return Adapters(
         controller.scheduler,
         controller.boundary,
-        controller.fence,
+        controller.ages,
         controller.adapter_versions,
         controller.answers,
         on_move=controller.follow_relabel,

@@ -46,8 +46,8 @@ from sglang_inflight.hooking import AROUND, BEFORE, DECODE, PREFILL_SCHEDULER, h
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.controller import PARTS, Controller
 from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.labels import VersionLabel
@@ -79,7 +79,7 @@ class Handover:
         scheduler: Scheduler,
         versions: Versions,
         kv_versions: KVVersions,
-        fence: PrefixFence,
+        ages: KVAges,
         metrics: Metrics,
         *,
         ends_mismatched: bool,
@@ -88,7 +88,7 @@ class Handover:
         self._scheduler = scheduler
         self._versions = versions
         self._kv_versions = kv_versions
-        self._fence = fence
+        self._ages = ages
         self._metrics = metrics
         self._ends_mismatched = ends_mismatched
 
@@ -131,7 +131,7 @@ class Handover:
         made_by = self._read(decode_req)
         self._kv_versions.record_received(req, made_by, self._versions.label)
         current = self._versions.current
-        self._fence.receive(req, is_of_others=any(who.version != current for who, _ in made_by))
+        self._ages.receive(req, is_of_others=any(who.version != current for who, _ in made_by))
         first, _ = made_by[-1]
         if has_first:
             self._label_first_token(req, first)
@@ -206,7 +206,7 @@ def make_handover(controller: Controller) -> Handover:
         controller.scheduler,
         controller.versions,
         controller.kv_versions,
-        controller.fence,
+        controller.ages,
         controller.metrics,
         ends_mismatched=read(DisaggregationSettings).pd_mismatch == "abort",
     )

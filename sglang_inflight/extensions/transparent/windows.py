@@ -50,7 +50,7 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.frontend.updates.wanted import source_of
-from sglang_inflight.messages import KVPolicy, PauseMode
+from sglang_inflight.messages import PauseMode
 from sglang_inflight.settings import Settings, read
 from sglang_inflight.vocabulary.answers import (
     Begun,
@@ -77,7 +77,6 @@ from sglang_inflight.vocabulary.bodies import (
     ReleaseMemoryBody,
     SealBody,
     UpdateBody,
-    choose_kv_policy,
 )
 from sglang_inflight.vocabulary.errors import (
     Conflict,
@@ -86,6 +85,7 @@ from sglang_inflight.vocabulary.errors import (
     Refused,
     UnknownLayout,
 )
+from sglang_inflight.vocabulary.kept_kv import FENCE, RECOMPUTE, KVPolicy, choose_kept_kv
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -117,7 +117,9 @@ class Window:
     begun: BeginBody | None = None
     # fields of the call that ends the session
     weight_version: str | None = None
+    # the policy that its calls ask for: ``kv_cache``, or ``kv_max_age``
     kv_cache: KVPolicy | None = None
+    kv_max_age: int | None = None
     torch_empty_cache: bool = False
     expected_digest: str | None = None
     # why the session was dropped
@@ -160,6 +162,15 @@ class Window:
                 f"the window's session has begun without this {' and '.join(differ)}: call "
                 "begin_weight_update before the first piece"
             )
+
+    def ask_to_keep(self, body: UpdateBody | EndBody) -> None:
+        """Note the policy of ``body`` for the commit, if it has one. The last one counts."""
+        if isinstance(body, EndBody) and body.flush_cache is not None:
+            self.kv_cache, self.kv_max_age = "recompute" if body.flush_cache else "fence", None
+        if body.kv_cache is not None or body.kv_max_age is not None:
+            # refused here if both are given
+            choose_kept_kv(body.kv_cache, body.kv_max_age, flush_cache=False)
+            self.kv_cache, self.kv_max_age = body.kv_cache, body.kv_max_age
 
     @contextmanager
     def counted(self, piece: Arrival) -> Iterator[None]:
@@ -357,7 +368,7 @@ class Transparent:
             return await self._updates.update(body)
         with window.counted(Arrival(is_whole=True)), window.failing():
             session_id = await self._join(window, body)
-            window.kv_cache = body.kv_cache or window.kv_cache
+            window.ask_to_keep(body)
             piece = msgspec.structs.replace(
                 body,
                 session_id=session_id,
@@ -365,6 +376,7 @@ class Transparent:
                 # decided at the commit, by the window's mode
                 flush_cache=False,
                 kv_cache=None,
+                kv_max_age=None,
                 abort_all_requests=body.abort_all_requests or window.mode == "abort",
                 # both were for the session's begin
                 on_busy="wait",
@@ -421,8 +433,7 @@ class Transparent:
         window.weight_version = body.weight_version or window.weight_version
         window.expected_digest = body.expected_digest or window.expected_digest
         window.torch_empty_cache |= body.torch_empty_cache
-        if body.kv_cache is not None or body.flush_cache is not None:
-            window.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
+        window.ask_to_keep(body)
         return Deferred(message="The session goes live at continue_generation.")
 
     async def abort(self, body: AbortUpdateBody) -> None:
@@ -545,20 +556,28 @@ class Transparent:
                     NameBody(new_version=window.weight_version, abort_all_requests=False)
                 )
             return None
-        policy: KVPolicy = "recompute" if window.mode == "retract" else "fence"
         try:
             return await self._updates.end(
                 EndBody(
                     session_id=window.session_id,
                     non_blocking=True,
                     weight_version=window.weight_version,
-                    kv_cache=window.kv_cache or as_sglang_does(policy, self._can),
+                    **self._policy_of(window),
                     torch_empty_cache=window.torch_empty_cache,
                     expected_digest=window.expected_digest,
                 )
             )
         except Refused as error:
             raise _dropped(error) from error
+
+    def _policy_of(self, window: Window) -> dict[str, Any]:
+        """Return the fields of the policy asked for, of the setting, or of the window's mode."""
+        if window.kv_cache is not None or window.kv_max_age is not None:
+            return {"kv_cache": window.kv_cache, "kv_max_age": window.kv_max_age}
+        retracts = window.mode == "retract"
+        kept = as_sglang_does(RECOMPUTE if retracts else FENCE, self._can)
+        name: KVPolicy = "recompute" if retracts else "fence"
+        return self._updates.policy_or("keep" if kept.keeps_all else name)
 
     async def _forget(self, window: Window) -> None:
         """Drop a window's weights when another trainer pauses: the first has died or given up."""

@@ -9,7 +9,7 @@ from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.version_record import clear_preprocessed
 from sglang_inflight.messages import Call, Done, InflightCall
 from sglang_inflight.scheduler.controller import CALLS, Controller, Handler
-from sglang_inflight.scheduler.versions.prefix_fence import forget_embeddings
+from sglang_inflight.scheduler.versions.kv_ages import forget_embeddings
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 

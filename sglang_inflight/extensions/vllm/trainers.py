@@ -118,9 +118,9 @@ def names_weight_dir(content: bytes) -> bool:
 async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | StagedSoFar:
     """Update from the directory's checkpoint, in one commit.
 
-    prime-rl pauses around the call, and salts its requests' cache by version. So running requests
-    keep their KV, and the fence keeps all earlier KV from later requests. That holds for salted
-    requests, too: a conversation's next turn computes its whole prompt anew.
+    prime-rl pauses around the call, and salts its requests' cache by a rollout's first version. So
+    running requests keep their KV, and a conversation's next turn finds that of earlier turns under
+    its salt. Later requests without a salt find no earlier KV.
     """
     path = decode(content, WeightDirBody).weight_dir
     if path is None:
@@ -128,4 +128,6 @@ async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | 
             "weight_dir is null: this server reads weights from a directory. Set prime-rl's "
             "weight_broadcast.type to 'filesystem'"
         )
-    return await updates.update(DiskBody(model_path=path, non_blocking=True, kv_cache="fence"))
+    return await updates.update(
+        DiskBody(model_path=path, non_blocking=True, **updates.policy_or("by_salt"))
+    )

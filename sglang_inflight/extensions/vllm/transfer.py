@@ -161,14 +161,14 @@ class Transfer:
                 await self._updates.abort(AbortUpdateBody(session_id=self._session_id))
 
     async def finish(self, weight_version: str | None) -> None:
-        """Commit the session. Running requests keep their KV, as in vLLM."""
+        """Commit the session. Running requests keep their KV, as in vLLM, and so do salts."""
         session_id = self._require_session("there is nothing to finish")
         await self._updates.end(
             EndBody(
                 session_id=session_id,
                 non_blocking=True,
                 weight_version=weight_version,
-                kv_cache="fence",
+                **self._updates.policy_or("by_salt"),
             )
         )
 
@@ -203,7 +203,7 @@ def _read(
     if link.is_group:
         return _broadcast(link, convert(update_info, UpdateInfo, "update_info"), session_id)
     info = convert(update_info, HandlesInfo, "update_info")
-    return HandlesBody(info=info, session_id=session_id, kv_cache="fence")
+    return HandlesBody(info=info, session_id=session_id, kv_cache="by_salt")
 
 
 def _broadcast(link: _Link, info: UpdateInfo, session_id: str) -> BroadcastBody:
@@ -220,7 +220,7 @@ def _broadcast(link: _Link, info: UpdateInfo, session_id: str) -> BroadcastBody:
         load_format=None if bucket_bytes is None else FLATTENED_BUCKET,
         bucket_bytes=bucket_bytes,
         session_id=session_id,
-        kv_cache="fence",
+        kv_cache="by_salt",
     )
 
 
@@ -233,5 +233,5 @@ def _sparse_broadcast(info: UpdateInfo, counts: list[int], session_id: str) -> B
         full_shapes=dict(zip(info.names, info.shapes, strict=True)),
         load_format=SPARSE,
         session_id=session_id,
-        kv_cache="fence",
+        kv_cache="by_salt",
     )

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.answer_versions import AnswerVersions
 from sglang_inflight.frontend.http.endpoints import while_connected
-from sglang_inflight.frontend.requests import contracts, untaken_fields, values
+from sglang_inflight.frontend.requests import contracts, kv_age, untaken_fields, values
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.hooking import (
     AROUND,
@@ -107,6 +107,7 @@ PARAMETERS: Joint[Callable[[SamplingParams, int], None]] = Joint(
     {
         10: values.check_sampling,
         30: contracts.check_contract,
+        45: kv_age.check_kv_max_age,
         50: untaken_fields.refuse_untaken_fields,
     },
 )
@@ -115,6 +116,7 @@ MESSAGE: Joint[PromptCheck] = Joint(
     {
         10: values.require_overrides,
         30: values.require_types,
+        60: kv_age.require_ages,
     },
 )
 

@@ -31,7 +31,6 @@ from sglang_inflight.messages import (
     Committed,
     DiskSource,
     IPCSource,
-    KVPolicy,
     OpenCall,
     SealCall,
     StageCall,
@@ -41,6 +40,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import RankReceipt, Receipt, StagedChanges
 from sglang_inflight.vocabulary.errors import Altered, Conflict, Dropped, Refused, list_names
+from sglang_inflight.vocabulary.kept_kv import FENCE, KeptKV
 
 
 class Phase(enum.Enum):
@@ -87,7 +87,7 @@ class OpenUpdate:
     expire: Callable[[OpenUpdate], None]
     phase: Phase = Phase.OPEN
     weight_version: str | None = None
-    kv_cache: KVPolicy | None = None
+    asked_kv: KeptKV | None = None
     torch_empty_cache: bool = False
     aborts_requests: bool = False
     # ranks write the live weights, and hold requests back from the first write on
@@ -134,9 +134,9 @@ class OpenUpdate:
         return self.opening.id
 
     @property
-    def kv_policy(self) -> KVPolicy:
+    def kept_kv(self) -> KeptKV:
         """Policy of the commit, as asked for so far."""
-        return self.kv_cache or "fence"
+        return self.asked_kv or FENCE
 
     # ---- phases --------------------------------------------------------------------
 
@@ -192,8 +192,8 @@ class OpenUpdate:
         self.weight_version = wanted.weight_version or self.weight_version
         self.torch_empty_cache |= wanted.torch_empty_cache
         self.aborts_requests |= wanted.aborts_requests
-        if self.kv_cache is None or wanted.kv_policy_is_explicit:
-            self.kv_cache = wanted.kv_policy
+        if self.asked_kv is None or wanted.kept_kv_is_explicit:
+            self.asked_kv = wanted.kept_kv
         of_draft = "draft" in (wanted.selector, self.opening.selector)
         if isinstance(wanted.source, DiskSource) and not of_draft:
             self.checkpoint = wanted.source
@@ -201,7 +201,7 @@ class OpenUpdate:
 
     def finish(self, ending: Ending) -> None:
         """Add the session's end, with fields overriding the pieces'."""
-        self.kv_cache = ending.kv_policy or self.kv_policy
+        self.asked_kv = ending.kept_kv or self.kept_kv
         self.weight_version = ending.weight_version or self.weight_version
         self.torch_empty_cache |= ending.torch_empty_cache
 

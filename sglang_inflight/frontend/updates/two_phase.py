@@ -48,7 +48,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.vocabulary.answers import Capabilities, Receipt
-from sglang_inflight.vocabulary.bodies import OnBusy, require_recompute
+from sglang_inflight.vocabulary.bodies import OnBusy
 from sglang_inflight.vocabulary.errors import (
     ERRORS,
     Conflict,
@@ -57,6 +57,7 @@ from sglang_inflight.vocabulary.errors import (
     Refused,
     Unproven,
 )
+from sglang_inflight.vocabulary.kept_kv import require_recompute
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -254,7 +255,7 @@ class TwoPhase:
         update.move(Event.STAGE)
         update.add(wanted)
         if wanted.uses_our_fields:
-            require_supported(update.kv_policy, self._can, retracts=wanted.non_blocking)
+            require_supported(update.kept_kv, self._can, retracts=wanted.non_blocking)
 
     async def _call(self, call: InflightCall[A], deadline: Deadline) -> list[A]:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)
@@ -264,8 +265,8 @@ class TwoPhase:
 
         Raise ``Refused`` if the policy does not ask for it, and the update needs it.
         """
-        require_recompute(update.kv_policy, update.kv_scale, "the update")
-        if update.kv_policy == "recompute" and self._can.recompute is not None:
+        require_recompute(update.kept_kv, update.kv_scale, "the update")
+        if update.kept_kv.flushes and self._can.recompute is not None:
             await self._call(MayRecomputeCall(), deadline)
             update.require_alive()
 
@@ -285,7 +286,7 @@ class TwoPhase:
         call = CommitCall(
             update_id=update.id,
             weight_version=update.weight_version,
-            kv_cache=update.kv_policy,
+            kept_kv=update.kept_kv,
             torch_empty_cache=update.torch_empty_cache,
             kv_scale=update.kv_scale,
         )

@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, keep
@@ -34,11 +36,13 @@ from sglang_inflight.vocabulary.bodies import (
     UpdateBody,
 )
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, Outgrown, Refused
+from sglang_inflight.vocabulary.kept_kv import KVPolicy
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
+_Aged = TypeVar("_Aged", UpdateBody, EndBody, RollbackBody)
 
 
 class Updates:
@@ -82,6 +86,18 @@ class Updates:
         update = self._two_phase.current
         return update if update is not None and update.opening.is_session else None
 
+    def _with_age(self, body: _Aged) -> _Aged:
+        """Return ``body`` with the setting's ``kv_max_age``, unless it names a policy."""
+        most = self._settings.kv_max_age
+        if most is None or body.kv_cache is not None or body.kv_max_age is not None:
+            return body
+        return msgspec.structs.replace(body, kv_max_age=most)
+
+    def policy_or(self, kv_cache: KVPolicy) -> dict[str, Any]:
+        """Return the fields of the setting's policy, or of ``kv_cache`` without a setting."""
+        most = self._settings.kv_max_age
+        return {"kv_cache": kv_cache} if most is None else {"kv_max_age": most}
+
     # ---- one call --------------------------------------------------------------------
 
     async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
@@ -91,6 +107,7 @@ class Updates:
         rank was silent after the commit was sent, ``HalfDone`` if only some ranks have committed.
         """
         source = source_of(body)
+        body = self._with_age(body)
         async with self._groups.mark_broken_on_failure(source):
             wanted = Wanted.of(body, source, self._deadline(body.timeout_s), self._can)
             session = self._session_for(wanted)
@@ -138,11 +155,12 @@ class Updates:
         Raises ``Conflict`` if the served version is not ``expected_version``. With that field a
         retry after a lost answer does not undo the first rollback.
         """
-        require_supported(body.kv_policy, self._can, retracts=True)
+        kept_kv = self._with_age(body).kept_kv
+        require_supported(kept_kv, self._can, retracts=True)
         call = RollbackCall(
             weight_version=body.weight_version,
             expected_version=body.expected_version,
-            kv_cache=body.kv_policy,
+            kept_kv=kept_kv,
         )
         return await self._two_phase.roll_back(call, self._deadline(None))
 
@@ -225,10 +243,11 @@ class Updates:
         """
         with self._no_more_pieces(body.session_id):
             session = self._require_named(body.session_id)
-            ending = Ending.of(body)
+            # the pieces have taken the setting, unless they say otherwise
+            ending = Ending.of(body if session.asked_kv else self._with_age(body))
             if ending.uses_our_fields:
-                policy = ending.kv_policy or session.kv_policy
-                require_supported(policy, self._can, retracts=ending.non_blocking)
+                kept_kv = ending.kept_kv or session.kept_kv
+                require_supported(kept_kv, self._can, retracts=ending.non_blocking)
             return await session.being_ended.join(lambda: self._end(session, ending))
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:

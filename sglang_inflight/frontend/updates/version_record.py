@@ -64,7 +64,7 @@ class VersionRecord:
         stays.
         """
         tokenizer_manager = self._tokenizer_manager
-        if update.kv_policy == "recompute":
+        if update.kept_kv.flushes:
             clear_preprocessed(tokenizer_manager)
         if update.is_of_checkpoint_engine:
             # --checkpoint-engine-wait-weights-before-ready makes the start wait for it

@@ -19,7 +19,6 @@ from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     IPCSource,
-    KVPolicy,
     PartsSource,
     PeerSource,
     SavedFolderSource,
@@ -42,9 +41,9 @@ from sglang_inflight.vocabulary.bodies import (
     PeerBody,
     TensorBody,
     UpdateBody,
-    choose_kv_policy,
 )
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.kept_kv import KeptKV, choose_kept_kv
 
 
 @singledispatch
@@ -185,11 +184,11 @@ class Wanted:
     partial: bool
     expected_version: str | None
     weight_version: str | None
-    kv_policy: KVPolicy
+    kept_kv: KeptKV
     # the call uses our fields, so an unsupported policy is an error
     uses_our_fields: bool
     # the policy overrides those of earlier calls of the session
-    kv_policy_is_explicit: bool
+    kept_kv_is_explicit: bool
     # stage while requests run
     non_blocking: bool
     # abort all requests at the commit
@@ -203,7 +202,8 @@ class Wanted:
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline, can: Capabilities) -> Wanted:
         """Read ``body``. ``source`` is its source, made once by ``source_of``."""
-        uses_our_fields = body.kv_cache is not None or body.non_blocking
+        says_policy = body.kv_cache is not None or body.kv_max_age is not None
+        uses_our_fields = says_policy or body.non_blocking
         return cls(
             source=source,
             deadline=deadline,
@@ -215,9 +215,9 @@ class Wanted:
             partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
-            kv_policy=body.kv_policy if uses_our_fields else as_sglang_does(body.kv_policy, can),
+            kept_kv=body.kept_kv if uses_our_fields else as_sglang_does(body.kept_kv, can),
             uses_our_fields=uses_our_fields,
-            kv_policy_is_explicit=body.kv_cache is not None or body.flush_cache,
+            kept_kv_is_explicit=says_policy or body.flush_cache,
             non_blocking=body.non_blocking,
             aborts_requests=body.abort_all_requests,
             torch_empty_cache=body.torch_empty_cache,
@@ -252,7 +252,7 @@ class Ending:
     """The wishes of a call ending a session. None leaves the choice to its pieces."""
 
     weight_version: str | None
-    kv_policy: KVPolicy | None
+    kept_kv: KeptKV | None
     non_blocking: bool
     torch_empty_cache: bool
     # digest of all tensors of the session together
@@ -260,14 +260,16 @@ class Ending:
 
     @property
     def uses_our_fields(self) -> bool:
-        return self.kv_policy is not None or self.non_blocking
+        return self.kept_kv is not None or self.non_blocking
 
     @classmethod
     def of(cls, body: EndBody) -> Ending:
-        says_policy = body.kv_cache is not None or body.flush_cache is not None
+        says_policy = (body.kv_cache, body.kv_max_age, body.flush_cache) != (None, None, None)
         return cls(
             weight_version=body.weight_version,
-            kv_policy=choose_kv_policy(bool(body.flush_cache), body.kv_cache)
+            kept_kv=choose_kept_kv(
+                body.kv_cache, body.kv_max_age, flush_cache=bool(body.flush_cache)
+            )
             if says_policy
             else None,
             non_blocking=body.non_blocking,

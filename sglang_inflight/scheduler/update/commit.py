@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from sglang.srt.configs.load_config import LoadConfig
 
-from sglang_inflight.messages import CommitCall, Committed, InflightCall, KVPolicy, RollbackCall
+from sglang_inflight.messages import CommitCall, Committed, InflightCall, RollbackCall
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
@@ -31,11 +32,14 @@ from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights, Swapped
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Sealed
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.vocabulary.answers import WeightsStatus
-from sglang_inflight.vocabulary.bodies import require_recompute
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
+from sglang_inflight.vocabulary.kept_kv import KeptKV, require_recompute
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +53,27 @@ class Commits:
         staging: Staging,
         live: LiveWeights,
         versions: Versions,
-        fence: PrefixFence,
+        ages: KVAges,
         metrics: Metrics,
         layout: str,
         *,
         on_swap: Callable[[], None],
+        choose_due: Callable[[list[Req]], list[Req]],
     ) -> None:
         """``layout`` names this rank's layout of the weights, for the status.
 
         ``on_swap`` is called after a swap, when the version is the new one, and KV the old one.
+        ``choose_due`` returns which of the running requests with too old KV recompute it at once.
         """
         self._layout = layout
         self._boundary = boundary
         self._staging = staging
         self._live = live
         self._versions = versions
-        self._fence = fence
+        self._ages = ages
         self._metrics = metrics
         self._on_swap = on_swap
+        self._choose_due = choose_due
 
     def commit(self, call: CommitCall) -> Committed:
         """Swap in a sealed update, and return the rank's part of the receipt.
@@ -74,7 +81,7 @@ class Commits:
         ``stall_ms`` is the time on this thread. A device may not have made the swap yet.
         """
         sealed = self._staging.take(call.update_id)
-        if call.kv_cache == "recompute":
+        if call.kept_kv.flushes:
             # checked on all ranks before, but a caller may have continued generation since
             self.require_recomputable()
 
@@ -91,7 +98,7 @@ class Commits:
             swap_in,
             sealed.digest,
             call.weight_version,
-            call.kv_cache,
+            call.kept_kv,
             empty_cache=call.torch_empty_cache,
         )
         _name_checkpoints(sealed)
@@ -112,13 +119,13 @@ class Commits:
             reason = reason or "another rank of this replica has none"
         if reason is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
-        require_recompute(call.kv_cache, previous.kv_scale, "the rollback")
+        require_recompute(call.kept_kv, previous.kv_scale, "the rollback")
         assert previous.digest is not None
         return self._go_live(
             lambda: self._live.swap_back(base=self._versions.label),
             previous.digest,
             call.weight_version or previous.version,
-            call.kv_cache,
+            call.kept_kv,
             empty_cache=False,
             rolls_back=True,
         )
@@ -145,18 +152,18 @@ class Commits:
         swap: Callable[[], Swapped],
         digest: str,
         version: str | None,
-        kv_cache: KVPolicy,
+        kept: KeptKV,
         *,
         empty_cache: bool,
         rolls_back: bool = False,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
-        retracted = self._boundary.retract() if kv_cache == "recompute" else 0
+        retracted = self._retract(kept)
         swapped = swap()
         self._staging.note_commit(rolls_back=rolls_back)
         try:
-            self._follow(version, kv_cache, empty_cache=empty_cache)
+            self._follow(version, kept, empty_cache=empty_cache)
         except Exception as error:
             raise HalfDone(
                 f"the new weights are in place as {self._versions.current!r}, but {error}"
@@ -175,18 +182,29 @@ class Commits:
             epoch=self._versions.epoch,
             stall_ms=1000 * stall_s,
             held_s=swapped.held_s,
-            retracted=retracted,
+            retracted=len(retracted),
             digest=digest,
         )
 
-    def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
-        """Update versions, requests, fence and cache after a swap."""
+    def _retract(self, kept: KeptKV) -> Collection[Req]:
+        """Retract the running requests that recompute their KV with the new weights at once."""
+        boundary = self._boundary
+        if not kept.flushes:
+            over = self._ages.over(kept, self._versions.epoch + 1)
+            return boundary.refresh(self._choose_due(over)) if over else []
+        boundary.drain()
+        running = boundary.requests.running()
+        boundary.retract()
+        boundary.put_first(running)
+        return running
+
+    def _follow(self, version: str | None, kept: KeptKV, *, empty_cache: bool) -> None:
+        """Update versions, requests, ages and cache after a swap."""
         self._versions.begin_epoch(version)
         self._on_swap()
-        if kv_cache != "keep":
-            # before the flush: no old prefix is reused even if the flush fails
-            self._fence.raise_to(self._versions.epoch)
-        if kv_cache == "recompute":
+        # before the flush: no old prefix is reused even if the flush fails
+        self._ages.begin(kept, self._versions.epoch)
+        if kept.flushes:
             self._boundary.flush(empty_cache=empty_cache)
 
 

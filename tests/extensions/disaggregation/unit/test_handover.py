@@ -22,9 +22,10 @@ from sglang_inflight.extensions.disaggregation.handover import (
     write_note,
 )
 from sglang_inflight.scheduler.versions import kv_versions, token_versions
+from sglang_inflight.scheduler.versions.kv_ages import KVAges
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.vocabulary.kept_kv import FENCE
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 SIZE, ROOM = 96, (1 << 62) + 5
@@ -92,14 +93,16 @@ class Server:
             pending_batches=[], live=lambda: self.live, running=set,
             without_kv=list,
         )  # fmt: skip
-        boundary: Any = SimpleNamespace(requests=requests, free_sessions=list)
+        boundary: Any = SimpleNamespace(
+            requests=requests, sessions=list, free_sessions=lambda names: []
+        )
         metrics: Any = SimpleNamespace(prefill_mismatches=SimpleNamespace(inc=self.count))
         self.mismatches = 0
         self.kv_versions = KVVersions(self.scheduler)
         self.versions = Versions(requests, self.kv_versions)
-        self.fence = PrefixFence(boundary)
+        self.ages = KVAges(boundary)
         self.handover = Handover(
-            self.scheduler, self.versions, self.kv_versions, self.fence, metrics,
+            self.scheduler, self.versions, self.kv_versions, self.ages, metrics,
             ends_mismatched=ends_mismatched,
         )  # fmt: skip
 
@@ -236,7 +239,7 @@ def test_older_kv_is_not_cached_behind_the_fence(buffers: MetadataBuffers) -> No
     decode = Server(buffers)
     decode.versions.begin_epoch("v1")
     assert not receive(decode).skip_radix_cache_insert
-    decode.fence.raise_to(1)
+    decode.ages.begin(FENCE, 1)
     assert receive(decode).skip_radix_cache_insert
 
 

@@ -572,7 +572,7 @@ SAID: dict[type[Body], dict[str, Any]] = {
         "session_id": "s", "new_id": "s", "received_digest": True, "non_blocking": True,
     },
     TensorBody: {
-        "weight_version": "v7", "torch_empty_cache": True, "kv_cache": "keep",
+        "weight_version": "v7", "torch_empty_cache": True, "kv_cache": "keep", "kv_max_age": 3,
         "expected_version": "v0", "partial": False, "timeout_s": 5.0, "selector": "target",
         "session_id": "s", "abort_all_requests": True, "expected_digests": {"a": A_DIGEST},
         "expected_digest": A_DIGEST, "received_digest": True, "load_format": "direct",
@@ -581,7 +581,8 @@ SAID: dict[type[Body], dict[str, Any]] = {
     },
     EndBody: {
         "session_id": "s", "non_blocking": True, "weight_version": "v7", "flush_cache": False,
-        "kv_cache": "keep", "torch_empty_cache": True, "expected_digest": A_DIGEST,
+        "kv_cache": "keep", "kv_max_age": 3, "torch_empty_cache": True,
+        "expected_digest": A_DIGEST,
     },
 }  # fmt: skip
 # the window's own: its mode decides about KV, and its updates never wait for requests to end
