@@ -167,6 +167,7 @@ class Refresh:
     @hook(
         f"{SCHEDULER}.get_new_batch_prefill",
         AFTER,
+        order=1,
         via=lambda scheduler: scheduler.inflight.part(Refresh),
     )
     def note_prefill(self, plan: NextBatchPlan, *args: Any, **kwargs: Any) -> None:

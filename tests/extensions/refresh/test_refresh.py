@@ -1,0 +1,237 @@
+"""Old KV is recomputed within a budget, beside decoding, and no request loses anything by it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.marker import FIRST
+from harness.server import Server
+from tests.support import metrics
+from tests.support.kv_runs import kv_runs
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    start_running,
+    status,
+    until,
+    update,
+)
+from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool, add_both_loops
+
+BUDGET = 64
+LENGTH = 200
+_FLAGS = (
+    "--chunked-prefill-size", str(CHUNK),
+    "--max-running-requests", str(MAX_RUNNING),
+    "--weight-version", "v0",
+    "--enable-metrics",
+)  # fmt: skip
+_BUDGET = {"SGLANG_INFLIGHT_KV_REFRESH_TOKENS_PER_STEP": str(BUDGET)}
+SOFT = add_both_loops(
+    "soft_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"})
+)
+HARD = add_both_loops(
+    "hard_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
+)
+
+
+@pytest.fixture(params=[*SOFT, *HARD])
+def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
+
+
+@pytest.fixture(params=SOFT)
+def soft(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
+
+
+@pytest.fixture(params=HARD)
+def hard(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
+
+
+def begin(server: Server, n: int, **fields: Any) -> list[Generation]:
+    """Start requests with prompts of their own."""
+    return [
+        start_running(server, 1, tokens=ENDLESS, input_ids=prompt(LENGTH), **fields)[0]
+        for _ in range(n)
+    ]
+
+
+def commit(server: Server, checkpoints: Path, version: int, **fields: Any) -> Any:
+    return update(server, checkpoints, version, non_blocking=True, **fields)
+
+
+def until_refreshed(server: Server, tokens: float, before: float) -> None:
+    until(
+        "old KV is recomputed",
+        lambda: metrics.read(server)["refreshed_tokens_total"] - before >= tokens,
+    )
+
+
+def refreshed(server: Server) -> float:
+    return metrics.read(server)["refreshed_tokens_total"]
+
+
+def prefills(server: Server, since: int) -> list[int]:
+    """Return the new tokens of each prefill in the log after its first ``since`` characters."""
+    log = server.log_text()[since:]
+    return [int(new) for new in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
+
+
+def expect_only(version: str, generation: Generation) -> None:
+    generation.abort()
+    output = expect_aborted(generation)
+    assert [made_by for made_by, _ in kv_runs(output)] == [version]
+
+
+def test_steps_recompute_no_more_than_the_budget(server: Server, checkpoints: Path) -> None:
+    generations = begin(server, 4)
+    before, since = refreshed(server), len(server.log_text())
+    commit(server, checkpoints, 1, kv_max_age=0)
+    until_refreshed(server, 4 * LENGTH, before)
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+    assert not status(server)["waiting"]
+    counted = refreshed(server) - before
+    steps = prefills(server, since)
+    assert max(steps) <= BUDGET
+    assert sum(steps) == counted
+    for generation in generations:
+        expect_only("v1", generation)
+
+
+def test_others_decode_while_old_kv_is_recomputed(server: Server, checkpoints: Path) -> None:
+    """A step of decoding follows each of recomputing, so the other has as many tokens as steps."""
+    (other,) = begin(server, 1, sampling={"custom_params": {"kv_max_age": 9}})
+    generations = begin(server, 4)
+    since, before, count = len(server.log_text()), refreshed(server), other.count
+    commit(server, checkpoints, 1, kv_max_age=0)
+    until_refreshed(server, 4 * LENGTH, before)
+    steps = len(prefills(server, since))
+    assert steps >= 4 * LENGTH // BUDGET
+    other.wait_for_tokens(count + steps)
+    other.abort()
+    output = expect_aborted(other)
+    assert output.meta["num_retractions"] == 0
+    for generation in generations:
+        expect_only("v1", generation)
+
+
+def test_soft_goes_on_with_old_kv_until_its_turn(soft: Server, checkpoints: Path) -> None:
+    generations = begin(soft, 4)
+    frozen = pause(soft, "in_place")["pause_id"]
+    receipt = commit(soft, checkpoints, 1, kv_max_age=0)
+    # a frozen loop retracts nobody
+    assert receipt["retracted"] == 0
+    assert (status(soft)["running"], status(soft)["waiting"]) == (4, 0)
+    before = refreshed(soft)
+    resume(soft, pause_id=frozen)
+    until_refreshed(soft, 4 * LENGTH, before)
+    for generation in generations:
+        expect_only("v1", generation)
+
+
+def test_hard_makes_no_token_with_old_kv(hard: Server, checkpoints: Path) -> None:
+    """The setting is the policy of a call that names none."""
+    generations = begin(hard, 4)
+    assert commit(hard, checkpoints, 1)["retracted"] == 4
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+    assert commit(hard, checkpoints, 2, kv_cache="keep")["retracted"] == 0
+    for output in expect_all_go_on(generations):
+        assert {made_by for made_by, _ in kv_runs(output)} == {"v1", "v2"}
+        assert output.meta["num_retractions"] == 1
+
+
+def test_samples_of_a_prompt_recompute_it_once(server: Server, checkpoints: Path) -> None:
+    (group,) = start_running(server, 1, tokens=600, n=4, input_ids=prompt(LENGTH))
+    before = refreshed(server)
+    commit(server, checkpoints, 1, kv_max_age=0)
+    for output in group.outputs():
+        assert len(output.tokens) == 600
+        assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
+        assert output.meta["num_retractions"] == 1
+    own = sum(sum(token == FIRST for token in output.tokens) for output in group.outputs())
+    assert refreshed(server) - before < 2 * LENGTH + own
+
+
+def test_request_longer_than_its_prompts_chunks_is_whole(server: Server, checkpoints: Path) -> None:
+    """The output so far is longer than the prompt, and both take several chunks."""
+    (generation,) = start_running(server, 1, tokens=500, at_least=3 * BUDGET)
+    commit(server, checkpoints, 1, kv_max_age=0)
+    output = expect_whole(generation)
+    assert len(output.tokens) == 500
+    assert output.tokens == sorted(output.tokens)
+    assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
+
+
+def test_abort_and_pause_meet_a_half_recomputed_request(server: Server, checkpoints: Path) -> None:
+    generations = begin(server, 4)
+    before = refreshed(server)
+    commit(server, checkpoints, 1, kv_max_age=0)
+    until_refreshed(server, BUDGET, before)
+    first, *others = generations
+    first.abort()
+    expect_aborted(first)
+    pause(server, "retract")
+    resume(server)
+    for generation in others:
+        generation.wait_for_tokens(generation.count + 3)
+        expect_only("v1", generation)
+
+
+def test_newcomers_begin_while_old_kv_is_recomputed(server: Server, checkpoints: Path) -> None:
+    generations = begin(server, 4)
+    before = refreshed(server)
+    commit(server, checkpoints, 1, kv_max_age=0)
+    (newcomer,) = start_running(server, 1, tokens=4, input_ids=prompt(LENGTH))
+    output = expect_whole(newcomer)
+    assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
+    until_refreshed(server, 4 * LENGTH, before)
+    for generation in generations:
+        expect_only("v1", generation)
+
+
+def test_commits_faster_than_the_recomputation_starve_nobody(
+    server: Server, checkpoints: Path
+) -> None:
+    generations = begin(server, 4)
+    for version in (1, 2, 3, 4, 5):
+        commit(server, checkpoints, version, kv_max_age=1)
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 20)
+    for output in expect_all_go_on(generations):
+        assert {made_by for made_by, _ in kv_runs(output)} <= {"v4", "v5"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KV_REFRESH", "later"), ("KV_REFRESH_TOKENS_PER_STEP", "0"), ("KV_MAX_AGE", "-1")],
+)
+def test_wrong_setting_is_named_at_the_start(name: str, value: str) -> None:
+    from sglang_inflight.extensions.refresh import RefreshSettings
+    from sglang_inflight.settings import Settings, read
+    from sglang_inflight.vocabulary.errors import BadSetting
+
+    for kind in (Settings, RefreshSettings):
+        with pytest.raises(BadSetting, match=f"SGLANG_INFLIGHT_{name}"):
+            read(kind, {f"SGLANG_INFLIGHT_{name}": value})
+
+
+def test_status_says_whether_ages_are_possible(server: Server) -> None:
+    assert status(server)["capabilities"]["kv_max_age"] is None
