@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_inflight.messages import (
@@ -69,8 +70,19 @@ class Metrics:
             all_replicas = Histogram(name, help, list(labels), registry=registry, buckets=buckets)
             return all_replicas.labels(**labels)
 
-        # makers of an extension's own metrics
+        def counters(name: str, help: str, label: str) -> Callable[[str], Counter]:
+            by_label = Counter(name, help, [*labels, label], registry=registry)
+            return lambda value: by_label.labels(**labels, **{label: value})
+
+        def gauges(name: str, help: str, label: str) -> Callable[[str], Gauge]:
+            by_label = Gauge(
+                name, help, [*labels, label], registry=registry, multiprocess_mode="mostrecent"
+            )
+            return lambda value: by_label.labels(**labels, **{label: value})
+
+        # makers of an extension's own metrics; with a further label, of one for each of its values
         self.counter, self.histogram = counter, histogram
+        self.counters, self.gauges = counters, gauges
         self.paused = gauge("sglang:inflight_paused", "1 while generation is frozen.")
         self.epoch = gauge("sglang:inflight_epoch", "Commits and rollbacks since the start.")
         self.paused_seconds = counter(

@@ -20,10 +20,13 @@ from sglang_inflight.vocabulary.answers import Capabilities
 
 ROWS = set(Capabilities.__struct_fields__)
 # rows of a server whose loop has no pause states
-NO_PAUSE = {"pause", "retract", "in_place", "recompute", "keep_weights", "move_adapters", "pin"}
+NO_PAUSE = {
+    "pause", "retract", "in_place", "recompute", "kv_max_age", "keep_weights", "move_adapters",
+    "pin",
+}  # fmt: skip
 # rows of a server of a pair
-A_PAIR = {"in_place", "recompute", "keep_weights", "move_adapters", "pin"}
-STORE = {"fence", "recompute", "pin"}
+A_PAIR = {"in_place", "recompute", "kv_max_age", "keep_weights", "move_adapters", "pin"}
+STORE = {"fence", "recompute", "kv_max_age", "pin"}
 # SGLang composes the parameters at run time
 ARGUMENTS: Any = ServerArgs
 
@@ -52,7 +55,7 @@ def graphs(*, decode: str, prefill: str) -> Any:
         ),
         ({"enable_lora": False}, {"move_adapters"}, "--enable-lora"),
         ({"dp_size": 2}, {"move_adapters"}, "--dp-size"),
-        ({"pp_size": 2}, {"in_place", "move_adapters", "pin"}, "--pp-size"),
+        ({"pp_size": 2}, {"in_place", "kv_max_age", "move_adapters", "pin"}, "--pp-size"),
         ({"speculative_algorithm": "NGRAM"}, {"pin"}, "speculative"),
         ({"attn_dp_size": 2, "tp_size": 2}, {"pin"}, "--enable-dp-attention"),
         ({"pp_size": 2, "attn_dp_size": 2}, NO_PAUSE, "--pp-size"),

@@ -27,6 +27,7 @@ of a replica. Only the scheduler's thread runs this module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -38,6 +39,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import (
     BOUNDARIES,
     CHOICES,
+    COMMITS,
     OVERDUE,
     PARTS,
     Controller,
@@ -47,6 +49,7 @@ from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.kv_ages import count_cached
+from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import read
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+# commits, as labels of metrics: the last one is open
+_AGES = (0, 1, 2, 3, 4, 8, 16)
 
 
 class Refresh:
@@ -66,6 +71,7 @@ class Refresh:
         scheduler: Scheduler,
         boundary: Boundary,
         pause: Pause,
+        versions: Versions,
         metrics: Metrics,
         *,
         tokens: int | None,
@@ -75,6 +81,7 @@ class Refresh:
         self._scheduler = scheduler
         self._boundary = boundary
         self._pause = pause
+        self._versions = versions
         self._tokens = None if tokens is None else round_up(tokens, least_cut(scheduler))
         self._is_soft = is_soft
         # running requests over their bound, the oldest first; with soft alone
@@ -84,6 +91,17 @@ class Refresh:
         self._refreshed = metrics.counter(
             "sglang:inflight_refreshed_tokens",
             "Tokens of running requests computed again because of their KV's age.",
+        )
+
+        self._tokens_by_age = metrics.gauges(
+            "sglang:inflight_kv_tokens",
+            "Tokens of running requests at the last commit, by the age of their KV in commits.",
+            "age",
+        )
+        self._hits_by_age = metrics.counters(
+            "sglang:inflight_kv_hit_tokens",
+            "Cached tokens that requests began with, by their age in commits.",
+            "age",
         )
 
     # ---- when ------------------------------------------------------------------------
@@ -162,6 +180,23 @@ class Refresh:
                 return adder.budget_state()
         return added
 
+    # ---- how old ---------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Show how old the KV of running requests is. Called at a commit."""
+        tokens = dict.fromkeys(map(name_age, (*_AGES, _AGES[-1] + 1)), 0)
+        for req in self._boundary.requests.running():
+            tokens[name_age(self._age(req))] += req.kv.kv_committed_len
+        for age, count in tokens.items():
+            self._tokens_by_age(age).set(count)
+
+    def observe_hit(self, req: Req) -> None:
+        if req.prefix_len:
+            self._hits_by_age(name_age(self._age(req))).inc(req.prefix_len)
+
+    def _age(self, req: Req) -> int:
+        return self._versions.epoch - record_of(req).kv_epoch
+
     # ---- beside decoding -------------------------------------------------------------
 
     @hook(
@@ -199,18 +234,47 @@ def least_cut(scheduler: Scheduler) -> int:
     return max(scheduler.page_size, scheduler.truncation_align_size or 1)
 
 
+def name_age(age: int) -> str:
+    """Return the label of an age: "0" to "4", "5-8", "9-16" and "17+"."""
+    for less, most in pairwise(_AGES):
+        if age <= less:
+            return f"{less}"
+        if age <= most:
+            return f"{most}" if most == less + 1 else f"{less + 1}-{most}"
+    return f"{_AGES[-1] + 1}+"
+
+
+def refresh_of(adder: PrefillAdder) -> Refresh | None:
+    """Return our part of the scheduler of ``adder``; None without one."""
+    # SGLang's own tests have caches without a pool
+    pool = getattr(adder.tree_cache, "req_to_token_pool", None)
+    controller: Controller | None = getattr(pool, "inflight", None)
+    return None if controller is None else controller.part(Refresh)
+
+
 @hook(f"{_ADDER}.add_one_req", AROUND)
-@hook(f"{_ADDER}.add_chunked_req", AROUND)
-def add_within_budget(
+def add_one(
     add: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Admit ``req`` to a step's prefill, within the budget if it recomputes old KV."""
-    # a server without us has no controller, and unit tests of SGLang's have no pool
-    pool = getattr(adder.tree_cache, "req_to_token_pool", None)
-    controller: Controller | None = getattr(pool, "inflight", None)
-    if controller is None:
+    refresh, admitted = refresh_of(adder), len(adder.can_run_list)
+    if refresh is None:
         return add(adder, req, *args, **kwargs)
-    return controller.part(Refresh).within(adder, req, lambda: add(adder, req, *args, **kwargs))
+    added = refresh.within(adder, req, lambda: add(adder, req, *args, **kwargs))
+    if len(adder.can_run_list) > admitted:
+        refresh.observe_hit(req)
+    return added
+
+
+@hook(f"{_ADDER}.add_chunked_req", AROUND)
+def add_chunk(
+    add: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
+) -> Any:
+    """Admit the next chunk of ``req``, within the budget if it recomputes old KV."""
+    refresh = refresh_of(adder)
+    if refresh is None:
+        return add(adder, req, *args, **kwargs)
+    return refresh.within(adder, req, lambda: add(adder, req, *args, **kwargs))
 
 
 @PARTS.join()
@@ -220,6 +284,7 @@ def make_refresh(controller: Controller) -> Refresh:
         controller.scheduler,
         controller.boundary,
         controller.pause,
+        controller.versions,
         controller.metrics,
         tokens=settings.kv_refresh_tokens_per_step,
         is_soft=settings.kv_refresh == "soft",
@@ -229,6 +294,11 @@ def make_refresh(controller: Controller) -> Refresh:
 @OVERDUE.join()
 def choose(controller: Controller, over: list[Req]) -> list[Req]:
     return controller.part(Refresh).choose(over)
+
+
+@COMMITS.join(order=2)
+def observe(controller: Controller) -> None:
+    controller.part(Refresh).observe()
 
 
 @BOUNDARIES.join()

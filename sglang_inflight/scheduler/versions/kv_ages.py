@@ -43,7 +43,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers import mm_schedule
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -59,8 +59,6 @@ from sglang_inflight.vocabulary.kept_kv import KV_MAX_AGE, KeptKV
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.session.streaming_session import StreamingSession
-
-    from sglang_inflight.scheduler.patched_types import PatchedReqToTokenPool
 
 _MARK = "|inflight-epoch:"
 _OF_WEIGHTS = "|inflight-weights:"
@@ -278,8 +276,9 @@ def free_turn(keep: Callable[..., bool], sessions: StreamingSession, req: Req) -
         if record_of(req).is_fenced_off:
             sessions.cache.release_session(session.session_id)
         else:
-            pool = cast("PatchedReqToTokenPool", sessions.cache.req_to_token_pool)
-            pool.inflight.ages.keep_session(req)
+            ages = _ages_of(sessions.cache)
+            assert ages is not None
+            ages.keep_session(req)
     return is_kept
 
 
@@ -292,15 +291,20 @@ def look_up(
     Without ``tree_cache`` a chunk continues. On a decode server the prefix was matched, and the
     rest came from the prefill server.
     """
-    # the pool of a server without us has no controller
-    controller = getattr(getattr(tree_cache, "req_to_token_pool", None), "inflight", None)
-    if controller is None or get_disagg().disaggregation_mode == "decode":
+    ages = _ages_of(tree_cache)
+    if ages is None or get_disagg().disaggregation_mode == "decode":
         match(req, tree_cache, *args, **kwargs)
         return
-    ages: KVAges = controller.ages
     ages.choose_generation(req, tree_cache)
     match(req, tree_cache, *args, **kwargs)
     ages.note_match(req)
+
+
+def _ages_of(tree_cache: Any) -> KVAges | None:
+    """Return the object of the scheduler of ``tree_cache``; None on a server without us."""
+    pool = getattr(tree_cache, "req_to_token_pool", None)
+    ages: KVAges | None = getattr(getattr(pool, "inflight", None), "ages", None)
+    return ages
 
 
 def own_bound(req: Req) -> int | None:
