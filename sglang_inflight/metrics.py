@@ -81,7 +81,7 @@ class Metrics:
             return lambda value: by_label.labels(**labels, **{label: value})
 
         # makers of an extension's own metrics; with a further label, of one for each of its values
-        self.counter, self.histogram = counter, histogram
+        self.counter, self.gauge, self.histogram = counter, gauge, histogram
         self.counters, self.gauges = counters, gauges
         self.paused = gauge("sglang:inflight_paused", "1 while generation is frozen.")
         self.epoch = gauge("sglang:inflight_epoch", "Commits and rollbacks since the start.")

@@ -173,7 +173,8 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     if settings.require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE
     if settings.kv_max_age is not None and not resolved.encoder_only:
-        if (why := capabilities.of(server_args).kv_max_age) is not None:
+        why = capabilities.of(server_args).kv_max_age
+        if why is not None:
             return f"SGLANG_INFLIGHT_KV_MAX_AGE={settings.kv_max_age}: {why}"
     if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST

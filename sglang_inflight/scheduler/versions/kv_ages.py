@@ -192,6 +192,14 @@ class KVAges:
         if lent is not None and req.session is not None and lent < self._usable_from(req):
             self._boundary.free_sessions({req.session.session_id})
 
+    def is_too_old(self, req: Req) -> bool:
+        """Return whether a request like ``req`` could not use the KV under the key of ``req``."""
+        return _generation_of(req) < self._usable_from(req)
+
+    def trust_key(self, req: Req) -> None:
+        """Take the key of ``req`` as it is: it is another request's, whose key was checked."""
+        record_of(req).has_own_key = True
+
     def keep_session(self, req: Req) -> None:
         """Note the age of the KV that ``req`` leaves to its session."""
         assert req.session is not None
