@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.support.load import (
     update,
 )
 
-SCHEDULES = 5
+SCHEDULES = 8
 OPERATIONS = 20
 VERSIONS = 6
 MAX_RUNNING = 3
@@ -39,10 +40,12 @@ class Runner:
 
     generation: Generation
     input_ids: list[int]
-    cached: int
+    # the cache's generation of its KV, and a lower bound of the epochs that made it
+    key: int
+    kv_epoch: int
     # versions of the KV's first positions, as far as known
     known: list[str]
-    # a fence has been raised since admission, so no other request reuses this KV
+    # its KV has become too old for others
     is_barred: bool = False
 
 
@@ -71,23 +74,23 @@ class Schedule:
         """Run one request to its end while the runners continue."""
         input_ids = self._choose_prompt()
         tokens = self._random.randrange(1, 6)
-        reused = self._cache.reusable(input_ids)
+        key, reused = self._cache.look_up(input_ids)
         (generation,) = start(self._server, 1, tokens=tokens, input_ids=input_ids)
         output = expect_whole(generation)
         assert output.meta["cached_tokens"] == len(reused)
-        prompt_kv = self._cache.insert(input_ids, self._fill(reused, len(input_ids)))
+        prompt_kv = self._cache.insert(key, input_ids, self._fill(reused, len(input_ids)))
         kv = self._fill(prompt_kv, len(input_ids) + tokens - 1)
         assert labels_of(output.meta["kv_versions"]) == kv
-        self._cache.insert([*input_ids, *output.tokens[:-1]], kv)
+        self._cache.insert(key, [*input_ids, *output.tokens[:-1]], kv)
 
     def begin(self) -> None:
         if len(self._runners) == MAX_RUNNING:
             return
         input_ids = self._choose_prompt()
-        reused = self._cache.reusable(input_ids)
         (generation,) = start_running(self._server, 1, tokens=ENDLESS, input_ids=input_ids)
-        known = self._cache.insert(input_ids, self._fill(reused, len(input_ids)))
-        self._runners.append(Runner(generation, input_ids, len(reused), known))
+        runner = Runner(generation, input_ids, 0, 0, [])
+        self._note_prefilled(runner, input_ids, *self._cache.look_up(input_ids))
+        self._runners.append(runner)
 
     def end(self) -> None:
         if not self._runners:
@@ -100,28 +103,36 @@ class Schedule:
         kv = runner.known + later
         assert labels_of(output.meta["kv_versions"]) == kv
         if not runner.is_barred:
-            self._cache.insert([*runner.input_ids, *output.tokens[:-1]], kv)
+            self._cache.insert(runner.key, [*runner.input_ids, *output.tokens[:-1]], kv)
 
     def commit(self) -> None:
         if self._version == VERSIONS - 1:
             return
-        kv_cache = self._random.choice(["fence", "keep", "recompute"])
+        policy: Any = self._random.choice(["fence", "keep", "recompute", 1, 2])
+        fields = {"kv_max_age" if isinstance(policy, int) else "kv_cache": policy}
         # a pause makes the set of running requests known at the commit
         frozen = pause(self._server, "in_place")["pause_id"]
         generations = [runner.generation for runner in self._runners]
         counts = settle(self._server, generations)
         self._version += 1
-        update(self._server, self._checkpoints, self._version, non_blocking=True, kv_cache=kv_cache)
-        if kv_cache != "keep":
-            self._cache.forget()
+        update(self._server, self._checkpoints, self._version, non_blocking=True, **fields)
+        oldest = {"keep": None, "fence": 0, "recompute": 0}.get(policy, policy)
+        self._cache.commit(oldest)
+        if policy == "recompute":
+            self._cache.flush()
+        too_old = []
         for runner, count in zip(self._runners, counts, strict=True):
-            if kv_cache == "recompute":
-                self._note_recomputed(runner, count)
+            age = self._cache.epoch - runner.kv_epoch
+            if policy == "recompute" or (isinstance(policy, int) and age > policy):
+                sequence = [*runner.input_ids, *runner.generation.tokens[:count]]
+                too_old.append((runner, sequence, self._cache.of_newest(sequence)))
             else:
-                runner.is_barred |= kv_cache == "fence"
+                runner.is_barred |= runner.kv_epoch < self._cache.floor
         resume(self._server, pause_id=frozen)
         for generation in generations:
             generation.wait_for_tokens(generation.count + 2)
+        for runner, sequence, found in too_old:
+            self._note_prefilled(runner, sequence, *found)
 
     def retract(self) -> None:
         """Retract the runners by a pause, so that they prefill anew."""
@@ -131,20 +142,23 @@ class Schedule:
         generations = [runner.generation for runner in self._runners]
         counts = settle(self._server, generations)
         # one prefill batch takes all runners, so none can reuse another's new KV
-        matched = [
-            self._cache.reusable([*r.input_ids, *r.generation.tokens]) for r in self._runners
+        sequences = [
+            [*runner.input_ids, *runner.generation.tokens[:count]]
+            for runner, count in zip(self._runners, counts, strict=True)
         ]
+        found = [self._cache.look_up(sequence) for sequence in sequences]
         resume(self._server, pause_id=frozen)
         for generation in generations:
             generation.wait_for_tokens(generation.count + 2)
-        for runner, count, reused in zip(self._runners, counts, matched, strict=True):
-            self._note_recomputed(runner, count, reused)
+        for runner, sequence, each in zip(self._runners, sequences, found, strict=True):
+            self._note_prefilled(runner, sequence, *each)
 
-    def _note_recomputed(self, runner: Runner, count: int, reused: list[str] | None = None) -> None:
-        """Note a prefill of the runner's prompt and ``count`` tokens by the current weights."""
-        length = len(runner.input_ids) + count
-        sequence = [*runner.input_ids, *runner.generation.tokens[:count]]
-        runner.known = self._cache.insert(sequence, self._fill(reused or [], length))
+    def _note_prefilled(
+        self, runner: Runner, sequence: list[int], key: int, reused: list[str]
+    ) -> None:
+        """Note a prefill of ``sequence`` by the current weights."""
+        runner.key, runner.kv_epoch = key, key if reused else self._cache.epoch
+        runner.known = self._cache.insert(key, sequence, self._fill(reused, len(sequence)))
         runner.is_barred = False
 
     def _choose_prompt(self) -> list[int]:

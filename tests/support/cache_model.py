@@ -1,7 +1,7 @@
 """A model of the prefix cache without a radix tree.
 
-Entries are whole sequences with the version of each position's KV. The model evicts nothing, so a
-compared test must not fill the pool.
+Entries are whole sequences with the version of each position's KV, by the generation under which
+they are cached. The model evicts nothing, so a compared test must not fill the pool.
 """
 
 from __future__ import annotations
@@ -15,34 +15,55 @@ Tokens = Sequence[int]
 
 @dataclass
 class CacheModel:
-    """Prefixes reusable behind the current fence."""
+    """Prefixes that a request without a bound of its own may reuse."""
 
-    _entries: list[tuple[list[int], list[str]]] = field(default_factory=list)
+    epoch: int = 0
+    # the oldest generation that may be reused
+    floor: int = 0
+    _is_bounded: bool = False
+    _generations: list[int] = field(default_factory=lambda: [0])
+    _entries: dict[int, list[tuple[list[int], list[str]]]] = field(default_factory=dict)
 
-    def forget(self) -> None:
-        """Forget all entries, as at a fence or a flush."""
-        self._entries = []
+    def commit(self, oldest: int | None) -> None:
+        """Begin an epoch. ``oldest``: the oldest age of prefixes that it keeps; None for all."""
+        self.epoch += 1
+        self._is_bounded = oldest is not None
+        if oldest is not None:
+            self.floor = max(self.floor, self.epoch - oldest)
+            self._generations.append(self.epoch)
 
-    def insert(self, tokens: Tokens, kv: Sequence[str]) -> list[str]:
+    def flush(self) -> None:
+        self._entries = {}
+
+    def insert(self, generation: int, tokens: Tokens, kv: Sequence[str]) -> list[str]:
         """Publish a sequence, and return the versions used for it from now on.
 
         An existing prefix keeps its KV.
         """
-        known = self._known(tokens)
+        known = self._known(generation, tokens)
         used = known + list(kv[len(known) : len(tokens)])
-        self._entries.append((list(tokens), used))
+        self._entries.setdefault(generation, []).append((list(tokens), used))
         return used
 
-    def reusable(self, tokens: Tokens) -> list[str]:
-        """Return the versions of the KV reused by a request for ``tokens``.
+    def look_up(self, tokens: Tokens) -> tuple[int, list[str]]:
+        """Return the generation of a request for ``tokens``, and the versions of the KV it reuses.
 
         The last token is always computed, because its forward gives the next token.
         """
-        return self._known(tokens)[: len(tokens) - 1]
+        best, longest = self._generations[-1] if self._is_bounded else self.floor, list[str]()
+        for generation in sorted({best, *self._generations}, reverse=True):
+            found = self._known(generation, tokens)[: len(tokens) - 1]
+            if generation >= self.floor and len(found) > len(longest):
+                best, longest = generation, found
+        return best, longest
 
-    def _known(self, tokens: Tokens) -> list[str]:
+    def of_newest(self, tokens: Tokens) -> tuple[int, list[str]]:
+        """Return the same for a request that recomputes too old KV."""
+        return self.epoch, self._known(self.epoch, tokens)[: len(tokens) - 1]
+
+    def _known(self, generation: int, tokens: Tokens) -> list[str]:
         longest: list[str] = []
-        for entry, kv in self._entries:
+        for entry, kv in self._entries.get(generation, []):
             pairs = zip(entry, tokens, strict=False)
             common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if common > len(longest):

@@ -296,9 +296,11 @@ def full_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def uncounted() -> Any:
     """Return ``Metrics`` for jobs, which counts nothing."""
-    counter = SimpleNamespace(inc=lambda count: None)
+    counter = SimpleNamespace(inc=lambda count: None, set=lambda value: None)
     return SimpleNamespace(
         counter=lambda name, help: counter,
+        counters=lambda name, help, label: lambda value: counter,
+        gauges=lambda name, help, label: lambda value: counter,
         observe_load=lambda source, seconds: None,
         observe_changes=lambda staged_as: None,
         observe_audit=lambda audited, different: None,
