@@ -78,8 +78,10 @@ class Schedule:
         (generation,) = start(self._server, 1, tokens=tokens, input_ids=input_ids)
         output = expect_whole(generation)
         assert output.meta["cached_tokens"] == len(reused)
-        prompt_kv = self._cache.insert(key, input_ids, self._fill(reused, len(input_ids)))
-        kv = self._fill(prompt_kv, len(input_ids) + tokens - 1)
+        own_kv = self._fill(reused, len(input_ids))
+        prompt_kv = self._cache.insert(key, input_ids, own_kv)
+        # the prefill reads its own slots, and a later forward those that the cache has kept
+        kv = self._fill(prompt_kv if tokens > 1 else own_kv, len(input_ids) + tokens - 1)
         assert labels_of(output.meta["kv_versions"]) == kv
         self._cache.insert(key, [*input_ids, *output.tokens[:-1]], kv)
 

@@ -254,7 +254,7 @@ def settle(controller: Controller) -> Callable[[], None]:
     return controller.part(Leases).settle
 
 
-@hook(f"{KV}.release_kv_cache", AFTER)
+@hook(f"{KV}.release_kv_cache", AFTER, order=1)
 def lease(_: None, req: Req, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
     """Begin a lease where SGLang has cached an ended request's KV."""
     controller: Controller | None = getattr(tree_cache.req_to_token_pool, "inflight", None)

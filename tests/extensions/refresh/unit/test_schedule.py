@@ -82,9 +82,9 @@ class Server:
         self.pause: Any = SimpleNamespace(state=PauseState.RUNNING)
         self.requests = SimpleNamespace(running=lambda: {*self.running, *self._chunked()})
         self._begun: dict[Req, None] = {}
-        anything: Any = self
+        us: Any = self
         self.refreshes: Any = Refresh(
-            anything, anything, anything.pause, anything, uncounted(), tokens=budget, is_soft=is_soft
+            us, us, us.pause, us, uncounted(), tokens=budget, is_soft=is_soft
         )
         self.epoch = 0
         # tokens that each step's prefill has recomputed, and tokens decoded with old KV
