@@ -115,3 +115,18 @@ def test_lease_and_wait_timeout_end_on_all_ranks_in_the_same_pass(server: Server
         settle(server, running)
         resume(server)
     expect_all_go_on(running)
+
+
+def test_each_rank_recomputes_what_is_too_old(server: Server, checkpoints: Path) -> None:
+    """The ranks have requests of different ages, so one retracts some while the other steps."""
+    old = start_running(server, 1, tokens=ENDLESS)
+    update(server, checkpoints, 1, non_blocking=True, kv_cache="keep")
+    young = start_running(server, 2, tokens=ENDLESS)
+    update(server, checkpoints, 2, non_blocking=True, kv_max_age=1)
+    for generation in (*old, *young):
+        generation.wait_for_tokens(generation.count + 3)
+    for output in expect_all_go_on([*old, *young]):
+        is_old = "v0" in versions_of(output)
+        assert output.meta["num_retractions"] == int(is_old)
+        kv = [span["version"] for span in output.meta["kv_versions"]]
+        assert kv == (["v2"] if is_old else ["v1", "v2"])

@@ -54,7 +54,7 @@ def on_host(server: Server, input_ids: list[int]) -> dict[str, Any]:
     return meta
 
 
-def update(server: Server, checkpoints: Path, kv_cache: str) -> str:
+def update(server: Server, checkpoints: Path, kv_cache: str | None = None, **fields: Any) -> str:
     """Update to the next of three versions."""
     name = f"v{next(_version) % 3}"
     receipt = server.post(
@@ -64,6 +64,7 @@ def update(server: Server, checkpoints: Path, kv_cache: str) -> str:
             "non_blocking": True,
             "kv_cache": kv_cache,
             "weight_version": name,
+            **fields,
         },
     )
     assert receipt["success"], receipt
@@ -133,3 +134,15 @@ def test_flush_during_copies_between_host_and_device(server: Server, checkpoints
         name = update(server, checkpoints, "recompute")
         assert expect_whole(loading).meta["weight_versions"][-1]["version"] == name
         assert versions(ask(server, ids)["kv_versions"]) == [(name, LENGTH + 3)]
+
+
+def test_prefix_on_the_host_is_reused_up_to_the_bound(server: Server, checkpoints: Path) -> None:
+    ids = prompt(LENGTH)
+    ask(server, ids)
+    for age in (1, 2):
+        spill(server)
+        update(server, checkpoints, kv_max_age=1)
+        if age == 1:
+            on_host(server, ids)
+        else:
+            assert ask(server, ids)["cached_tokens"] == 0

@@ -19,7 +19,16 @@ from safetensors.torch import load_file, save_file
 from examples.stories import smollm2
 from harness.server import Server, serve
 from sglang_inflight.cache import default_cache
-from tests.support.load import Generation, ask, labels_of, pause, resume, settle, until
+from tests.support.load import (
+    Generation,
+    ask,
+    labels_of,
+    pass_boundaries,
+    pause,
+    resume,
+    settle,
+    until,
+)
 from tests.support.memory_release import release, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
@@ -258,3 +267,40 @@ def most_likely(real: Server, prompt: list[int], tokens: int) -> list[tuple[int,
     answer = generate(real, tokens, prompt, temperature=0.0)
     logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     return list(zip(answer["output_ids"], logprobs, strict=True))
+
+
+def test_logprobs_match_when_kv_is_kept_for_one_commit(
+    real: Server, versions: Versions, replay: Replay
+) -> None:
+    """Under the bound 1 the second commit recomputes the KV, and the third one keeps it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    tokens = 400
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(generate, real, tokens)
+        until("it runs", lambda: ask(real, "GET", "/inflight/status")["running"] == 1)
+        for version in ("v1", "v0", "v1"):
+            update(real, versions, version, kv_max_age=1)
+            pass_boundaries(real, 20)
+        answer = asked.result()
+    meta = answer["meta_info"]
+    spans = meta["weight_versions"]
+    assert [span["version"] for span in spans] == ["v0", "v1", "v0", "v1"]
+    returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    made_by = labels_of(spans)
+    length = len(PROMPT)
+    # the KV that each of the four versions read, by position
+    begin = [length + span["start"] - 1 for span in spans]
+    end = length + tokens - 1
+    read = [
+        ["v0"] * end,
+        ["v0"] * begin[1] + ["v1"] * (end - begin[1]),
+        ["v0"] * end,
+        ["v0"] * begin[3] + ["v1"] * (end - begin[3]),
+    ]
+    for span, kv in zip(spans, read, strict=True):
+        expected = replay.logprobs(PROMPT, answer["output_ids"], made_by, kv)
+        for index in range(span["start"], span["end"]):
+            assert abs(returned[index] - expected[index]) < CLOSE, (index, spans)
+    # the last two versions' KV is left
+    assert labels_of(meta["kv_versions"]) == read[3]

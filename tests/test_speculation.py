@@ -64,6 +64,20 @@ def test_spans_and_kv_versions_are_exact_across_updates_in_flight(
         expect_kv(output, kv)
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_kv_over_the_bound_is_recomputed(server: Server, checkpoints: Path, most: int) -> None:
+    running = start_running(server, 3, tokens=ENDLESS)
+    for version in (1, 2, 3):
+        update(server, checkpoints, version, non_blocking=True, kv_max_age=most)
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 3 * DRAFT)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1", "v2", "v3"]
+        expect_spans_in_chunks(output)
+        kv = [version for version, _ in kv_runs(output)]
+        assert kv == (["v2", "v3"] if most else ["v3"])
+
+
 def expect_kv(output: Output, kv: str) -> None:
     if kv == "recompute":
         assert kv_runs(output) == [("v3", 16 + len(output.tokens) - 1)]

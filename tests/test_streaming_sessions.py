@@ -169,3 +169,56 @@ def test_fence_during_a_retracted_turn_recomputes_its_kv(server: Server, checkpo
     assert set(kv_of(expect_whole(running))) == {new}
     session.close()
     expect_well(server)
+
+
+def test_history_is_recomputed_when_its_oldest_part_is_over_the_bound(
+    server: Server, checkpoints: Path
+) -> None:
+    """A turn adds young KV to the session, which stays as old as its oldest part."""
+    session = Session(server)
+    session.turn(LENGTH)
+    history, begun_by = FIRST_TURN + 1, serving(server)
+    for age in (1, 2, 3):
+        update(server, checkpoints, age + 2, non_blocking=True, kv_max_age=2)
+        output = session.turn()
+        if age < 3:
+            assert output.meta["cached_tokens"] == history - 1
+            assert kv_of(output)[0] == begun_by
+        else:
+            assert output.meta["cached_tokens"] == 0
+            assert set(kv_of(output)) == {"v5"}
+        history += MORE + TOKENS
+    session.close()
+    expect_well(server)
+
+
+def test_turn_frees_a_history_that_is_over_its_own_bound(server: Server, checkpoints: Path) -> None:
+    session = Session(server)
+    session.turn(LENGTH)
+    commit(server, checkpoints, "keep")
+    (turn,) = start(
+        server, 1, tokens=TOKENS, input_ids=prompt(MORE), session_params={"id": session.name},
+        sampling={"custom_params": {"kv_max_age": 0}},
+    )  # fmt: skip
+    output = expect_whole(turn)
+    assert output.meta["cached_tokens"] == 0
+    assert set(kv_of(output)) == {serving(server)}
+    session.close()
+    expect_well(server)
+
+
+def test_running_turn_over_the_bound_recomputes_its_history(
+    server: Server, checkpoints: Path
+) -> None:
+    session = Session(server)
+    session.turn(LENGTH)
+    running = session.begin(tokens=300)
+    running.wait_for_tokens(3)
+    receipt = update(server, checkpoints, 0, non_blocking=True, kv_max_age=0)
+    assert receipt["retracted"] == 1
+    output = expect_whole(running)
+    assert len(output.tokens) == 300
+    assert set(kv_of(output)) == {"v0"}
+    assert session.turn().meta["cached_tokens"] == FIRST_TURN + 1 + MORE + 300 - 1
+    session.close()
+    expect_well(server)

@@ -41,6 +41,9 @@ _BUDGET = {"SGLANG_INFLIGHT_KV_REFRESH_TOKENS_PER_STEP": str(BUDGET)}
 SOFT = add_both_loops(
     "soft_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"})
 )
+FLAVOURS["soft_refresh_tp"] = Flavour(
+    (*_FLAGS, "--tp-size", "2"), {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"}
+)
 HARD = add_both_loops(
     "hard_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
 )
@@ -235,3 +238,19 @@ def test_wrong_setting_is_named_at_the_start(name: str, value: str) -> None:
 
 def test_status_says_whether_ages_are_possible(server: Server) -> None:
     assert status(server)["capabilities"]["kv_max_age"] is None
+
+
+@pytest.fixture
+def two_ranks(pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS["soft_refresh_tp"])
+    pool.restore()
+
+
+def test_both_ranks_recompute_the_same_requests(two_ranks: Server, checkpoints: Path) -> None:
+    """Ranks that chose differently would compute different batches, and hang."""
+    generations = begin(two_ranks, 6)
+    for version in (1, 2, 3, 4, 5):
+        commit(two_ranks, checkpoints, version, kv_max_age=1)
+        generations[0].wait_for_tokens(generations[0].count + 5)
+    for output in expect_all_go_on(generations):
+        assert output.meta["num_retractions"] >= 1
