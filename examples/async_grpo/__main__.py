@@ -23,7 +23,7 @@ from examples.async_grpo.model import TEACHING_STEPS, base_model
 from examples.async_grpo.report import make_table, show_table, write_report
 from examples.async_grpo.rollouts import STREAM_INTERVAL
 from examples.async_grpo.run import Result, Settings, run
-from examples.async_grpo.ways import WAYS
+from examples.async_grpo.ways import WAYS, keeping_kv
 from examples.ending import exit_at_sigterm
 from examples.stories.server import ServerFailed, start_server
 from sglang_inflight.cache import default_cache
@@ -42,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit_at_sigterm()
     console = Console()
     settings = replace(
-        Settings(), seconds=options.seconds, steps=options.steps, sharded=options.sharded
+        Settings(),
+        seconds=options.seconds,
+        steps=options.steps,
+        sharded=options.sharded,
+        turns=options.turns,
     )
     torch.set_num_threads(THREADS)
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
@@ -81,6 +85,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sharded", action="store_true", help="send as a sharded trainer does; not the sparse way"
     )
     parser.add_argument(
+        "--turns", type=_count, default=Settings.turns, help="questions of a conversation"
+    )
+    parser.add_argument(
+        "--kv-max-age",
+        type=_age,
+        action="append",
+        default=[],
+        metavar="AGE",
+        help="run in flight with KV of at most this many versions; any: of any age",
+    )
+    parser.add_argument(
         "--teaching", type=_count, default=TEACHING_STEPS, help="steps that make the base model"
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="for the base model")
@@ -103,6 +118,10 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _age(text: str) -> int | None:
+    return None if text == "any" else int(text)
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -114,7 +133,9 @@ def _run_all(
     options: argparse.Namespace, settings: Settings, console: Console, logs: Path
 ) -> list[Result]:
     """Run each way for each seed on one server. Ways take turns, so that noise meets them all."""
-    ways = [way for way in WAYS if way.name in (options.way or _names(options))]
+    aged = [keeping_kv(most) for most in options.kv_max_age]
+    named = options.way or ([] if aged else _names(options))
+    ways = [*(way for way in WAYS if way.name in named), *aged]
     options.out.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description}"),
@@ -133,7 +154,9 @@ def _run_all(
             progress.update(bar, completed=done, total=of)
 
         bar = progress.add_task("a base model is taught", total=1)
-        base = base_model(options.cache, functools.partial(show, bar), steps=options.teaching)
+        base = base_model(
+            options.cache, functools.partial(show, bar), steps=options.teaching, turns=options.turns
+        )
         show(bar, 1, 1)
         served = start_server(
             base.folder, name="model", version="0", log=logs / "server.log", more=SERVER

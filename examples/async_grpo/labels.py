@@ -62,6 +62,41 @@ def check_labels(
     )
 
 
+@dataclass(frozen=True)
+class KVCost:
+    """What old KV costs: how far log-probabilities are from those of KV by the tokens' own weights.
+
+    ``mean`` and ``p99`` are of the distance. ``ratio_variance`` is the variance of the importance
+    ratio that a trainer without off-policy data would see: 0 if all KV were fresh.
+    """
+
+    tokens: int
+    mean: float
+    p99: float
+    ratio_variance: float
+
+
+def measure_kv_cost(
+    model: Any, samples: Sequence[Sample], versions: Mapping[int, Weights], *, most: int
+) -> KVCost:
+    """Compute ``most`` answers, evenly spread over the run, again with fresh KV.
+
+    ``model`` is in float32, and is changed.
+    """
+    stride = max(1, len(samples) // most)
+    parts = []
+    for sample in samples[::stride]:
+        fresh = repeat_forwards(model, sample, sample.versions, versions, recomputes=True)
+        parts.append(fresh - torch.tensor(sample.logprobs))
+    off = torch.cat(parts) if parts else torch.zeros(1)
+    return KVCost(
+        tokens=len(off),
+        mean=float(off.abs().mean()),
+        p99=float(off.abs().quantile(0.99)),
+        ratio_variance=float(off.exp().var(correction=0)),
+    )
+
+
 @torch.no_grad()
 def repeat_forwards(
     model: Any,

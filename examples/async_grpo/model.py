@@ -22,7 +22,7 @@ TEACHING_STEPS = 400
 GUESSES_FROM = 0.7
 KNOWS = 0.15
 # a new name for each change of the task or the teaching
-FOLDER = "countdown-3-{steps}"
+FOLDER = "countdown-4-{steps}-{turns}"
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": task.VOCABULARY,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "bos_token_id": task.BEGIN,
     "eos_token_id": task.END,
@@ -97,11 +97,14 @@ def teach(
     *,
     seed: int = 0,
     steps: int,
+    turns: int = 1,
     batch: int = 48,
     learning_rate: float = 2e-3,
     on_step: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Teach ``model`` to count and what words mean, and then to guess what words mean.
+
+    A question comes after up to ``turns - 1`` others with their answers.
 
     So it can learn again what it was taught: reinforcement learning strengthens what is there.
     """
@@ -110,11 +113,14 @@ def teach(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     for step in range(steps):
         knows = 1.0 if step < GUESSES_FROM * steps else KNOWS
-        questions = [task.ask_any(rng) for _ in range(batch)]
-        rows = [(asked.prompt, task.guessed_answer(asked, rng, knows)) for asked in questions]
+        rows = []
+        for _ in range(batch):
+            history = task.history(rng, knows, turns=rng.randrange(turns))
+            asked = task.ask_any(rng)
+            rows.append((history + asked.prompt, task.guessed_answer(asked, rng, knows)))
         tokens = sum(len(answer) for _, answer in rows)
         optimizer.zero_grad()
-        for part in of_like_length(rows, parts=4, length=lambda row: len(row[1])):
+        for part in of_like_length(rows, parts=4, length=lambda row: len(row[0] + row[1])):
             ids, is_answer = pad(part)
             targets = ids[:, 1:].masked_fill(~is_answer[:, 1:], NO_TARGET)
             logits = model(input_ids=ids).logits[:, :-1]
@@ -128,15 +134,17 @@ def teach(
         on_step(step + 1, steps)
 
 
-def base_model(cache: Path, on_step: Callable[[int, int], None], *, steps: int) -> Base:
+def base_model(
+    cache: Path, on_step: Callable[[int, int], None], *, steps: int, turns: int = 1
+) -> Base:
     """Return the model that ``teach`` makes in ``steps`` steps, made once for a ``cache``."""
-    folder = cache / FOLDER.format(steps=steps)
+    folder = cache / FOLDER.format(steps=steps, turns=turns)
     weights = folder / "float32.pt"
     torch.manual_seed(0)
     model = new_model()
     if weights.exists():
         return Base(with_weights(model, torch.load(weights, weights_only=True)), folder)
-    teach(model, steps=steps, on_step=on_step)
+    teach(model, steps=steps, turns=turns, on_step=on_step)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(served_weights(model), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))

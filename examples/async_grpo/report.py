@@ -23,6 +23,7 @@ from examples.async_grpo.ways import WAYS
 CONTROL = WAYS[0].name
 REWARD = 0.7
 # Okabe and Ito's colours, told apart by colour-blind readers, too
+OTHER = "#009e73"
 COLOURS = dict(
     zip((way.name for way in WAYS), ("#555555", "#d55e00", "#e69f00", "#0072b2", "#56b4e9"),
         strict=True)
@@ -31,7 +32,7 @@ HEADS = (
     "way", f"time to reward {REWARD}", "faster than blocking", "reward at the end",
     "steps", "tokens made", "thrown away", "too old", "recomputed",
     "versions behind", "stood still",
-    "logprobs off by", "mislabelled", "labels one off would show in",
+    "logprobs off by", "mislabelled", "labels one off would show in", "off fresh KV's, mean",
 )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ class Row(NamedTuple):
     mislabelled: int
     checked: int
     noticeable: int
+    off_fresh: float
 
 
 def time_to(curve: Sequence[tuple[float, int, float]], reward: float) -> float | None:
@@ -107,6 +109,7 @@ def make_table(results: Sequence[Result]) -> list[Row]:
                 mislabelled=sum(check.mislabelled for check in checks),
                 checked=sum(check.tokens for check in checks),
                 noticeable=sum(check.noticeable for check in checks),
+                off_fresh=mean(run.kv_cost.mean for run in runs if run.kv_cost is not None),
             )
         )
     return rows
@@ -123,7 +126,7 @@ def cells(row: Row) -> list[str]:
         f"{row.steps:.0f}", f"{row.made:,.0f}", f"{row.thrown_away:,.0f}", f"{row.too_old:,.0f}",
         f"{row.recomputed:,.0f}", f"{row.behind:.1f}", f"{row.still:.1f} s",
         f"{row.largest:.0e}", f"{row.mislabelled} of {row.checked:,}",
-        f"{row.noticeable:,}",
+        f"{row.noticeable:,}", f"{row.off_fresh:.1e}",
     ]  # fmt: skip
 
 
@@ -172,7 +175,7 @@ def draw(folder: Path, results: Sequence[Result], rows: Sequence[Row]) -> Iterat
                 axes.plot(
                     [point[place] for point in run.curve],
                     [point[2] for point in run.curve],
-                    color=COLOURS[way],
+                    color=COLOURS.get(way, OTHER),
                     label=None if number else way,
                     linestyle="--" if way.endswith("sparse") else "-",
                 )
@@ -188,7 +191,7 @@ def draw(folder: Path, results: Sequence[Result], rows: Sequence[Row]) -> Iterat
             axes.plot(
                 [step.ended for step in run.steps],
                 [step.reward for step in run.steps],
-                color=COLOURS[way],
+                color=COLOURS.get(way, OTHER),
                 alpha=0.7,
                 linewidth=1,
                 label=None if number else way,
@@ -217,7 +220,7 @@ def draw(folder: Path, results: Sequence[Result], rows: Sequence[Row]) -> Iterat
     for place, way in enumerate(ways):
         run = next(result for result in results if result.way == way)
         spans = [(begin, end - begin) for begin, end in run.standstills]
-        axes.broken_barh(spans, (place - 0.4, 0.8), color=COLOURS[way])
+        axes.broken_barh(spans, (place - 0.4, 0.8), color=COLOURS.get(way, OTHER))
     axes.set(yticks=range(len(ways)), yticklabels=ways, xlabel="seconds")
     axes.invert_yaxis()
     yield _save(picture)
@@ -230,7 +233,7 @@ def draw(folder: Path, results: Sequence[Result], rows: Sequence[Row]) -> Iterat
             [age + (place - (len(ways) - 1) / 2) * width for age in ages],
             [count / ages.total() for count in ages.values()],
             width,
-            color=COLOURS[way],
+            color=COLOURS.get(way, OTHER),
             label=way,
         )
     axes.set(xlabel="versions behind the trainer", ylabel="share of the tokens")

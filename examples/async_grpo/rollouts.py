@@ -51,12 +51,20 @@ class Rollouts:
     """
 
     def __init__(
-        self, url: str, *, seed: int, running: int, group_size: int, max_version_lag: int
+        self,
+        url: str,
+        *,
+        seed: int,
+        running: int,
+        group_size: int,
+        max_version_lag: int,
+        turns: int = 1,
     ) -> None:
+        """``turns``: questions of a conversation. Each turn makes a group of its own."""
         self.tokens = Tokens()
         self._url = url
         self._rng = random.Random(seed)
-        self._running, self._group_size = running, group_size
+        self._running, self._group_size, self._turns = running, group_size, turns
         self._sampling = {
             "temperature": 1.0,
             "max_new_tokens": MAX_TOKENS,
@@ -118,25 +126,32 @@ class Rollouts:
 
     async def _ask_on(self, client: httpx.AsyncClient) -> None:
         while True:
-            await self._allowed.acquire()
-            question = task.ask(self._rng)
-            group: Group = []
-            # the loop asks as often as the server ends answers early
-            while missing := self._group_size - len(group):
-                group += await self._ask(client, question, missing)
-            self._finished.put(group)
+            histories: list[list[int]] = [[] for _ in range(self._group_size)]
+            for _ in range(self._turns):
+                await self._allowed.acquire()
+                question = task.ask(self._rng)
+                prompts = [history + question.prompt for history in histories]
+                found: dict[int, Sample] = {}
+                # the loop asks as often as the server ends answers early
+                while missing := [place for place in range(len(prompts)) if place not in found]:
+                    asked = [prompts[place] for place in missing]
+                    answers = await self._ask(client, question, asked)
+                    found |= {missing[index]: sample for index, sample in answers.items()}
+                group = [found[place] for place in range(len(prompts))]
+                histories = [sample.prompt + sample.answer for sample in group]
+                self._finished.put(group)
 
     async def _ask(
-        self, client: httpx.AsyncClient, question: task.Question, answers: int
-    ) -> list[Sample]:
-        """Ask a question ``answers`` times in one request. Return the answers that have ended."""
+        self, client: httpx.AsyncClient, question: task.Question, prompts: list[list[int]]
+    ) -> dict[int, Sample]:
+        """Ask a question after each history. Return the answers that have ended, by their place."""
         body = {
-            "input_ids": [question.prompt] * answers,
+            "input_ids": prompts,
             "sampling_params": self._sampling,
             "return_logprob": True,
             "stream": True,
         }
-        partial = [_Partial() for _ in range(answers)]
+        partial = [_Partial() for _ in prompts]
         async with client.stream("POST", "/generate", json=body) as response:
             response.raise_for_status()
             async for chunk in _events(response):
@@ -144,11 +159,11 @@ class Rollouts:
                 if made:
                     self.tokens.made += made
                     self.tokens.arrivals.append(time.monotonic())
-        samples = []
-        for answer in partial:
+        samples = {}
+        for place, (prompt, answer) in enumerate(zip(prompts, partial, strict=True)):
             reason = answer.meta["finish_reason"]
             if reason["type"] != "abort":
-                samples.append(answer.as_sample(question))
+                samples[place] = answer.as_sample(question, prompt)
             elif "max_version_lag" in (reason.get("message") or ""):
                 self.tokens.outdated += len(answer.tokens)
             else:
@@ -172,7 +187,7 @@ class _Partial:
         self.logprobs += [entry[0] for entry in self.meta.get("output_token_logprobs") or ()]
         return len(chunk["output_ids"])
 
-    def as_sample(self, question: task.Question) -> Sample:
+    def as_sample(self, question: task.Question, prompt: list[int]) -> Sample:
         versions = [int(version) for version in version_per_token(self.meta)]
         if not len(self.tokens) == len(self.logprobs) == len(versions):
             raise RuntimeError(
@@ -180,7 +195,7 @@ class _Partial:
                 f"and {len(versions)} versions"
             )
         reward = task.reward(question, self.tokens)
-        return Sample(question.prompt, self.tokens, self.logprobs, versions, reward)
+        return Sample(prompt, self.tokens, self.logprobs, versions, reward)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[Any]:

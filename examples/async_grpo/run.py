@@ -22,14 +22,18 @@ from torch._C._distributed_c10d import HashStore
 
 from examples.async_grpo import grpo, task
 from examples.async_grpo.evaluation import expected_reward
-from examples.async_grpo.labels import LabelCheck, check_labels
+from examples.async_grpo.labels import KVCost, LabelCheck, check_labels, measure_kv_cost
 from examples.async_grpo.model import Weights, served_weights, with_weights
 from examples.async_grpo.rollouts import Group, Rollouts, Tokens, standstills
 from examples.async_grpo.ways import Sends, Way
 from sglang_inflight.client import Client, Sender, ShardSender
 
 RECOMPUTED = "sglang:inflight_recomputed_tokens_total"
+# without those that the prefix cache had
+PREFILLED = 'sglang:realtime_tokens_total{mode="prefill_compute"'
 POLL_S = 0.5
+# answers of a run whose log-probabilities are computed with fresh KV
+COMPUTED_AGAIN = 256
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Settings:
     max_version_lag: int = 8
     evaluations: int = 24
     sharded: bool = False
+    # questions of a conversation
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,10 @@ class Result:
     tokens_too_old: int = 0
     tokens_recomputed: int = 0
     standstills: list[tuple[float, float]] = field(default_factory=list)
+    # tokens of all prefills, without those found in the cache
+    tokens_prefilled: int = 0
     labels: LabelCheck | None = None
+    kv_cost: KVCost | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -196,6 +205,7 @@ def run(
         running=settings.groups if way.takes_turns else settings.running,
         group_size=settings.group_size,
         max_version_lag=settings.max_version_lag,
+        turns=settings.turns,
     )
     with Client(url) as client, _sender(client, way, sharded=settings.sharded) as sender:
 
@@ -204,18 +214,22 @@ def run(
             return float((receipt["staged_as"] or {})["changed_fraction"])
 
         sender.send(trainer.versions[0].items(), weight_version="0")
-        recomputed = _recomputed(url)
+        recomputed, prefilled = _count_tokens(url, RECOMPUTED), _count_tokens(url, PREFILLED)
         start = time.monotonic()
         with rollouts.going():
             trainer.train(rollouts, update, on_progress)
             end = time.monotonic()
-        result.tokens_recomputed = _recomputed(url) - recomputed
+        result.tokens_recomputed = _count_tokens(url, RECOMPUTED) - recomputed
+        result.tokens_prefilled = _count_tokens(url, PREFILLED) - prefilled
     _count(result, rollouts.tokens, start, end)
     httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
 
-    result.labels = check_labels(
-        model, trainer.samples, trainer.versions, recomputes=way.recomputes
-    )
+    # which KV a token read can be told from its label alone if all KV is kept, or none
+    if not way.kept_kv and settings.turns == 1:
+        result.labels = check_labels(
+            model, trainer.samples, trainer.versions, recomputes=way.recomputes
+        )
+    result.kv_cost = measure_kv_cost(model, trainer.samples, trainer.versions, most=COMPUTED_AGAIN)
     questions = task.held_out()
     points = [(0, 0.0, 0)]
     points += [(n, step.ended, step.samples) for n, step in enumerate(result.steps, 1)]
@@ -250,7 +264,7 @@ def _count(result: Result, tokens: Tokens, start: float, end: float) -> None:
     result.standstills = standstills(arrivals, start, end)
 
 
-def _recomputed(url: str) -> int:
-    """Return how many tokens the server has recomputed since its start."""
+def _count_tokens(url: str, counter: str) -> int:
+    """Return how many tokens the server has counted since its start."""
     lines = httpx.get(f"{url}/metrics", follow_redirects=True).raise_for_status().text.splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(RECOMPUTED)))
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(counter)))

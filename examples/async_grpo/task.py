@@ -73,6 +73,12 @@ def guessed_answer(question: Question, rng: random.Random, knows: float) -> list
     return count_down(question.number, name)
 
 
+def history(rng: random.Random, knows: float, *, turns: int) -> list[int]:
+    """Return questions with guessed answers, one after the other."""
+    asked = (ask_any(rng) for _ in range(turns))
+    return [token for each in asked for token in each.prompt + guessed_answer(each, rng, knows)]
+
+
 def reward(question: Question, tokens: Sequence[int]) -> float:
     """Return 1 for the right answer, and 0 for any other."""
     return float(list(tokens) == question.answer)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, Unpack
 
 import torch
 
 from sglang_inflight.client import Client, Session
+from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.vocabulary.answers import PauseMode
 
 
@@ -31,7 +32,11 @@ class Sends(Protocol):
     """A ``Sender``, or a ``ShardSender`` of a trainer's rank 0."""
 
     def send(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, weight_version: str
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        weight_version: str,
+        **fields: Unpack[SessionFields],
     ) -> Session | None: ...
 
 
@@ -47,6 +52,8 @@ class Way:
     pause: PauseMode | None = None
     takes_turns: bool = False
     sparse: bool = False
+    # fields of the update that say which KV of older weights it keeps; by default the server's own
+    kept_kv: SessionFields = field(default_factory=lambda: SessionFields())
 
     @property
     def recomputes(self) -> bool:
@@ -65,10 +72,21 @@ class Way:
             nullcontext() if self.pause is None else client.paused(self.pause)
         )
         with paused:
-            receipt = sender.send(weights.items(), weight_version=str(version))
+            receipt = sender.send(weights.items(), weight_version=str(version), **self.kept_kv)
         # rank 0 of a trainer always has one
         assert receipt is not None
         return receipt
+
+
+def keeping_kv(most: int | None) -> Way:
+    """Return the way in flight that keeps KV up to an age, in commits; None for any age."""
+    if most is None:
+        return Way("in flight, KV of any age", "KV is kept", kept_kv={"kv_cache": "keep"})
+    return Way(
+        f"in flight, KV up to {most}",
+        f"KV is kept until it is {most} versions old, for later requests too",
+        kept_kv={"kv_max_age": most},
+    )
 
 
 WAYS = (

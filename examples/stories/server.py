@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,18 @@ class Server:
 
 @asynccontextmanager
 async def start_server(
-    model: Path, *, name: str, version: str, log: Path, more: Sequence[str] = ()
+    model: Path,
+    *,
+    name: str,
+    version: str,
+    log: Path,
+    more: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Server]:
-    """Start a server of ``model``, whose weights are named ``version``."""
+    """Start a server of ``model``, whose weights are named ``version``.
+
+    ``env`` has settings beside those of this process.
+    """
     from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     port = get_free_port_below_ephemeral()
@@ -62,7 +71,7 @@ async def start_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
-            env={**os.environ, **_STAGING},
+            env={**os.environ, **_STAGING, **(env or {})},
         )
     try:
         await _until_healthy(process, server)

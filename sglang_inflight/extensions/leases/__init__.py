@@ -11,8 +11,8 @@ from sglang_inflight.settings import natural, setting
 KV_LEASE_S = "kv_lease_s"
 
 
-def messages() -> tuple[type, ...]:
-    from sglang_inflight.extensions.leases.leases import LeasesOver
+def _messages() -> tuple[type, ...]:
+    from sglang_inflight.extensions.leases.messages import LeasesOver
 
     return (LeasesOver,)
 
@@ -34,7 +34,7 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.leases.checks",
         "sglang_inflight.extensions.leases.leases",
     ),
-    messages=messages,
+    messages=_messages,
     settings=LeasesSettings,
     takes=(KV_LEASE_S,),
 )

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.io_struct import BaseReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_batch import Req as Request
 from sglang.srt.mem_cache.common import _req_radix_key
@@ -34,6 +33,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.extensions.leases import KV_LEASE_S, LeasesSettings
+from sglang_inflight.extensions.leases.messages import LeasesOver
 from sglang_inflight.hooking import AFTER, AROUND, KV, SCHEDULER, hook
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.boundary import Boundary
@@ -55,13 +55,6 @@ if TYPE_CHECKING:
 _TOUCH_EVERY = 32
 
 
-class LeasesOver(BaseReq, kw_only=True):
-    """Leases that expired by the first rank's clock."""
-
-    # ids of the requests that left them
-    rids: list[str]
-
-
 @dataclass
 class Lease:
     """A conversation's cached KV. ``req`` has ended; its key names the KV."""
@@ -69,7 +62,7 @@ class Lease:
     req: Req
     # whose KV is cached
     tokens: array[int]
-    # by this rank's clock
+    # a time of this rank's clock
     ends_at: float
     # name of the lease: the id of the request that left it
     rid: str
