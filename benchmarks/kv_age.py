@@ -154,7 +154,7 @@ def add_goals(report: Report, turns: int, kept: list[Result], recomputed: list[R
     )
     report.goal(
         f"turns: {turns}: KV of any age is further off than fresh KV, ratio at least 10",
-        off(kept) / off(recomputed),
+        off(kept) / max(off(recomputed), 1e-9),
         at_least=10,
     )
 

@@ -263,6 +263,20 @@ def _parts(results: Sequence[Result]) -> list[Panel]:
     return [Panel("Time of an update, from two ranks of a trainer", "s", bars, ON_THE_WIRE)]
 
 
+def _kv_age(results: Sequence[Result]) -> list[Panel]:
+    def bars(key: str) -> list[Bar]:
+        return [
+            bar(f"{row['turns']} turns, {row['way']}, {row['bound']}", row["way"], row[key])
+            for _, _, row in rows_of(results)
+        ]
+
+    return [
+        Panel("Tokens of prefills for each token made", "tokens", bars("prefilled")),
+        Panel("Distance of log-probabilities from those with fresh KV", "mean", bars("off")),
+        Panel("Tokens per second", "tokens/s", bars("rate")),
+    ]
+
+
 PANELS: dict[str, Callable[[Sequence[Result]], list[Panel]]] = {
     "throughput": _throughput,
     "pause_grant": _pause_grant,
@@ -277,6 +291,7 @@ PANELS: dict[str, Callable[[Sequence[Result]], list[Panel]]] = {
     "front_door": _front_door,
     "sleep": _sleep,
     "read_checkpoint": _read_checkpoint,
+    "kv_age": _kv_age,
     "parts": _parts,
 }
 

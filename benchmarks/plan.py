@@ -53,6 +53,7 @@ ABOUT = {
     "front_door": "Short requests while tensors come by value.",
     "sleep": "Release and resume of all memory.",
     "read_checkpoint": "Reading of a checkpoint into the shadow.",
+    "kv_age": "Prefills, throughput and wrong log-probabilities by the bound on the age of KV.",
     "parts": "Updates of several servers by a sharded trainer, over links of 100 MB/s.",
 }
 
@@ -142,6 +143,13 @@ PLAN = (
         3600,
     ),
     Planned("read_checkpoint", "--size 1.5b", "--size 135m --turns 3", 1800),
+    Planned(
+        "kv_age",
+        "--turns 1,3 --seeds 3 --seconds 45",
+        "--turns 1 --bounds 0,any --seeds 1 --seconds 4 --teaching 2",
+        5400,
+        quick_limit_s=300,
+    ),
     Planned(
         "parts",
         "--size 135m --servers 1,2,4 --updates 5",

@@ -47,6 +47,7 @@ NO_SMG = (
     "SGLang Inflight does not support --smg-grpc-mode: requests then reach the ranks past its "
     "front end, which takes its calls and answers version contracts"
 )
+NO_AGES = "SGLANG_INFLIGHT_KV_MAX_AGE is not possible here"
 # all refusals of a start, for the doctor
 AT_START = (
     ONE_TOKENIZER,
@@ -55,6 +56,7 @@ AT_START = (
     NO_FIRST_UPDATE,
     NO_ROLE_SWITCH,
     NO_SMG,
+    NO_AGES,
 )
 
 # SGLang's arguments for which the core alone serves one value; an extension serves the others
@@ -175,7 +177,7 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     if settings.kv_max_age is not None and not resolved.encoder_only:
         why = capabilities.of(server_args).kv_max_age
         if why is not None:
-            return f"SGLANG_INFLIGHT_KV_MAX_AGE={settings.kv_max_age}: {why}"
+            return f"{NO_AGES}: {why}"
     if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
     return None

@@ -326,6 +326,17 @@ def test_unsupported_pipeline_keeps_sglangs_own_pause(folder: Path, tmp_path: Pa
         assert status(server)["paused"] is False
 
 
+def test_pipeline_keeps_no_kv_by_its_age(pipeline: Server, folder: Path) -> None:
+    body = {"model_path": str(folder / "v1"), "non_blocking": True, "kv_max_age": 1}
+    answer = pipeline.post("/update_weights_from_disk", body)
+    assert answer["status_code"] == 400
+    assert "--pp-size" in answer["message"]
+    asked = {"input_ids": prompt(), "sampling_params": {"custom_params": {"kv_max_age": 1}}}
+    answer = pipeline.post("/generate", asked)
+    assert answer["status_code"] == 400
+    assert "--pp-size" in str(answer)
+
+
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_both_stages_end_requests_whose_contract_a_commit_breaks(
     pipeline: Server, folder: Path, kv: str

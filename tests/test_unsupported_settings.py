@@ -21,6 +21,10 @@ from tests.support.updates import expect_served
 OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
 # unsupported with our plugin, fine for SGLang alone
 FLAGS, ENV = ("--pp-size", "2"), {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
+SETTINGS = {
+    unsupported.NO_FIRST_UPDATE: ENV,
+    unsupported.NO_AGES: {"SGLANG_INFLIGHT_KV_MAX_AGE": "2"},
+}
 # unsupported flags, by the error's text
 REFUSED = {
     unsupported.NO_FIRST_UPDATE: FLAGS,
@@ -30,6 +34,7 @@ REFUSED = {
     ),
     unsupported.NO_ROLE_SWITCH: ("--disaggregation-mode", "decode", "--enable-pd-role-switch"),
     unsupported.NO_SMG: ("--smg-grpc-mode",),
+    unsupported.NO_AGES: FLAGS,
 }  # fmt: skip
 
 
@@ -51,7 +56,9 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
     return "-m", "the_launcher"
 
 
-@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast", "role switch", "smg"])
+@pytest.mark.parametrize(
+    "why", REFUSED, ids=["first update", "broadcast", "role switch", "smg", "ages"]
+)
 def test_unsupported_flags_are_refused_at_the_start(
     checkpoints: Path, tmp_path: Path, why: str
 ) -> None:
@@ -69,9 +76,8 @@ def expect_start_refused(
 ) -> None:
     log = folder / "log"
     arguments = [*command, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
-    env = ENV if why == unsupported.NO_FIRST_UPDATE else {}
     with log.open("wb") as output:
-        process = start(arguments, output=output, env=env, cwd=folder)
+        process = start(arguments, output=output, env=SETTINGS.get(why, {}), cwd=folder)
     try:
         assert process.wait(240) == 1
     finally:

@@ -18,6 +18,7 @@ WIDTH, DPI = 8.0, 100  # inches, and dots of an inch
 COLOURS = {
     "ours": "#0072B2", "upstream": "#E69F00", "vllm": "#009E73",
     "changes": "#0072B2", "device": "#56B4E9", "unpaced": "#CC79A7", "mapped": "#E69F00",
+    "at once": "#0072B2", "hard": "#E69F00", "soft": "#56B4E9",
     "relays": "#0072B2", "direct": "#56B4E9", "broadcast": "#E69F00",
 }  # fmt: skip
 NAMES = {"upstream": "SGLang without patches", "vllm": "vLLM", "ours": "SGLang Inflight"}

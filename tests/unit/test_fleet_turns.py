@@ -195,7 +195,11 @@ def test_flush_is_not_reversed_at_the_end(servers: Servers, fleet: Fleet, in_ses
     assert [body.get("kv_cache") for body in servers.sent[END]] == [None] * len(ROLES)
 
 
-def test_kv_cache_policy_is_sent_with_every_end(servers: Servers, fleet: Fleet) -> None:
-    fleet.update_from_disk("/v1", kv_cache="keep")
+@pytest.mark.parametrize(("field", "value"), [("kv_cache", "keep"), ("kv_max_age", 2)])
+def test_kv_policy_is_sent_with_every_end(
+    servers: Servers, fleet: Fleet, field: str, value: Any
+) -> None:
+    policy: Any = {field: value}
+    fleet.update_from_disk("/v1", **policy)
     for path in (STAGE, END):
-        assert [body["kv_cache"] for body in servers.sent[path]] == ["keep"] * len(ROLES)
+        assert [body[field] for body in servers.sent[path]] == [value] * len(ROLES)
