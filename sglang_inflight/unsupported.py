@@ -47,7 +47,11 @@ NO_SMG = (
     "SGLang Inflight does not support --smg-grpc-mode: requests then reach the ranks past its "
     "front end, which takes its calls and answers version contracts"
 )
-NO_AGES = "SGLANG_INFLIGHT_KV_MAX_AGE is not possible here"
+NO_AGES = (
+    "SGLANG_INFLIGHT_KV_MAX_AGE needs --pp-size 1, no --disaggregation-mode, no --enable-pdmux, no "
+    "--enable-hisparse, no --dllm-algorithm and no store behind the prefix cache: KV cannot be "
+    "kept by its age with these"
+)
 # all refusals of a start, for the doctor
 AT_START = (
     ONE_TOKENIZER,
@@ -175,9 +179,8 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     if settings.require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE
     if settings.kv_max_age is not None and not resolved.encoder_only:
-        why = capabilities.of(server_args).kv_max_age
-        if why is not None:
-            return f"{NO_AGES}: {why}"
+        if capabilities.of(server_args).kv_max_age is not None:
+            return NO_AGES
     if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
     return None
