@@ -178,9 +178,9 @@ def why_not(server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     settings = Settings.from_environment()
     if settings.require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE
-    if settings.kv_max_age is not None and not resolved.encoder_only:
-        if capabilities.of(server_args).kv_max_age is not None:
-            return NO_AGES
+    is_bounded = settings.kv_max_age is not None and not resolved.encoder_only
+    if is_bounded and capabilities.of(server_args).kv_max_age is not None:
+        return NO_AGES
     if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
     return None
