@@ -28,9 +28,9 @@ from examples.async_grpo.rollouts import Group, Rollouts, Tokens, standstills
 from examples.async_grpo.ways import Sends, Way
 from sglang_inflight.client import Client, Sender, ShardSender
 
-RECOMPUTED = "sglang:inflight_recomputed_tokens_total"
+RECOMPUTED = "sglang:inflight_recomputed_tokens_total", ""
 # without those that the prefix cache had
-PREFILLED = 'sglang:realtime_tokens_total{mode="prefill_compute"'
+PREFILLED = "sglang:realtime_tokens_total", 'mode="prefill_compute"'
 POLL_S = 0.5
 # answers of a run whose log-probabilities are computed with fresh KV
 COMPUTED_AGAIN = 256
@@ -264,7 +264,10 @@ def _count(result: Result, tokens: Tokens, start: float, end: float) -> None:
     result.standstills = standstills(arrivals, start, end)
 
 
-def _count_tokens(url: str, counter: str) -> int:
-    """Return how many tokens the server has counted since its start."""
+def _count_tokens(url: str, counter: tuple[str, str]) -> int:
+    """Return how many tokens the server has counted since its start, in a counter with a label."""
+    name, label = counter
     lines = httpx.get(f"{url}/metrics", follow_redirects=True).raise_for_status().text.splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(counter)))
+    return int(
+        sum(float(line.split()[-1]) for line in lines if line.startswith(name) and label in line)
+    )
