@@ -19,6 +19,8 @@ from tests.support.load import (
     prompt,
     start,
     start_running,
+    status,
+    until,
     update,
 )
 
@@ -193,3 +195,23 @@ def test_wrong_bound_of_a_request_is_a_400_that_names_it(any_server: Server, mos
     answer = any_server.post("/generate", body)
     assert answer["status_code"] == 400
     assert "kv_max_age must be a whole number" in str(answer)
+
+
+def test_beam_search_over_the_bound_begins_anew_beside_one_within_it(
+    any_server: Server, checkpoints: Path
+) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 200, "beam_width": 2}
+    old, young = (
+        Generation(
+            any_server, tokens=200, input_ids=prompt(LENGTH), stream=False, outputs=2,
+            sampling={**sampling, **with_bound(most)},
+        )
+        for most in (0, 9)
+    )  # fmt: skip
+    until("both run", lambda: status(any_server)["running"] == 2)
+    receipt = commit(any_server, checkpoints, 1, kv_cache="keep")
+    assert receipt["retracted"] == 1
+    for output in old.outputs():
+        assert set(output.tokens) == {FIRST + 1}
+    for output in young.outputs():
+        assert set(output.tokens) == {FIRST, FIRST + 1}

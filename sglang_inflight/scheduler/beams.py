@@ -9,6 +9,7 @@ scheduler's thread calls this, between two steps, with no forward in flight.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.beam_search.batch_tail import strip_beam_tail
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
 
-def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
-    """Restart the beam searches among ``running``, before all of these are retracted."""
+def begin_beams_anew(scheduler: Scheduler, running: Collection[Req]) -> None:
+    """Restart the beam searches among ``running``, before all of these are retracted.
+
+    SGLang appends the rows of other beam searches again at each step.
+    """
+    if all(req.beam_group is None for req in running):
+        return
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:
             strip_beam_tail(batch)

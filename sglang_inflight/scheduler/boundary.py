@@ -197,8 +197,7 @@ class Boundary:
         self.drain()
         running = self.requests.running()
         self._count(running)
-        if any(req.beam_group is not None for req in running):
-            begin_beams_anew(scheduler, running)
+        begin_beams_anew(scheduler, running)
         if get_parallel().pp_size > 1:
             self._retract_microbatches()
         else:
@@ -225,6 +224,7 @@ class Boundary:
         running = self.requests.running()
         held = [req for req in reqs if req in running]
         self._count(held)
+        begin_beams_anew(self._scheduler, held)
         self._requeue(held)
         return held
 
