@@ -8,8 +8,8 @@ together are over the budget.
 
 A commit may put leased KV over its bound (``scheduler/versions/kv_ages.py``). The next turn could
 not use it then. While this server has nothing else to do, it computes the conversation's KV again,
-by a request of its own that samples one token and answers nobody. Not with an adapter, which may be
-unloaded by then.
+by a request of its own that samples one token and answers nobody. KV of an adapter is not computed
+again, because the adapter may be unloaded by then.
 
 **All ranks do the same.** Leases follow from requests. The first rank's clock alone ends them: it
 sends a message to the ranks of its replica, as SGLang does with a request's time limit.
@@ -40,7 +40,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.controller import BOUNDARIES, PARTS, Controller
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.versions.kv_ages import KVAges
+from sglang_inflight.scheduler.versions.kv_ages import KVAges, own_key
 from sglang_inflight.scheduler.versions.kv_versions import count_slots
 from sglang_inflight.settings import read
 from sglang_inflight.vocabulary.contracts import custom_param
@@ -57,11 +57,10 @@ _TOUCH_EVERY = 32
 
 @dataclass
 class Lease:
-    """A conversation's cached KV. ``req`` has ended; its key names the KV."""
+    """A conversation's cached KV. The key of ``req`` names the KV."""
 
+    # never queued, or ended: what holds more than the lease needs, such as log-probabilities, goes
     req: Req
-    # whose KV is cached
-    tokens: array[int]
     # a time of this rank's clock
     ends_at: float
     # name of the lease: the id of the request that left it
@@ -116,8 +115,9 @@ class Leases:
         output = req.output_ids_through_stop
         # the last token was sampled, and its KV never computed
         tokens = req.origin_input_ids + output[: max(0, len(output) - 1)]
-        self._leases = [each for each in self._leases if not _begins_with(tokens, each.tokens)]
-        self._leases.append(Lease(req, tokens, time.monotonic() + seconds, req.rid))
+        kept = self._stand_in(req, tokens)
+        self._leases = [each for each in self._leases if not _continues(kept, each.req)]
+        self._leases.append(Lease(kept, time.monotonic() + seconds, req.rid))
         while self._count() > self._most_tokens:
             del self._leases[0]
         self._leased.set(self._count())
@@ -140,7 +140,7 @@ class Leases:
 
     def _count(self) -> int:
         """Return the tokens of all leases, those of shared beginnings once for each lease."""
-        return sum(len(each.tokens) for each in self._leases)
+        return sum(len(each.req.origin_input_ids) for each in self._leases)
 
     # ---- between steps ---------------------------------------------------------------
 
@@ -167,37 +167,50 @@ class Leases:
         # the newest lease is touched last, so that the oldest is evicted first
         for each in self._leases:
             if not self._ages.is_too_old(each.req):
-                tree_cache.touch_prefix(_req_radix_key(tree_cache, each.req, each.tokens))
+                tokens = each.req.origin_input_ids
+                tree_cache.touch_prefix(_req_radix_key(tree_cache, each.req, tokens))
 
     def _is_idle(self) -> bool:
         scheduler = self._scheduler
         return (
             self._pause.state is PauseState.RUNNING
+            and scheduler.running_batch.is_empty()
             and not scheduler.waiting_queue
             and not scheduler.grammar_manager.grammar_queue
             and not self._boundary.requests.running()
         )
 
     def _renew(self, lease: Lease) -> None:
-        scheduler, last = self._scheduler, lease.req
+        req = self._stand_in(lease.req, lease.req.origin_input_ids)
+        # nobody waits for an answer
+        req.finished_output = True  # type: ignore[assignment]
+        self._renewing = lease, req
+        self._renewed.inc(len(req.origin_input_ids))
+        self._scheduler._add_request_to_queue(req)
+
+    def _stand_in(self, last: Req, tokens: array[int]) -> Req:
+        """Return a request for the KV of ``tokens``, with the key and the bound of ``last``."""
+        most = custom_param(last.sampling_params, KV_MAX_AGE)
+        params = SamplingParams(
+            max_new_tokens=1,
+            temperature=0.0,
+            custom_params=None if most is None else {KV_MAX_AGE: most},
+        )
+        params.normalize(None)
         req = Request(
             rid=f"inflight-lease-{next(self._serial)}",
             origin_input_text="",
-            origin_input_ids=lease.tokens,
-            sampling_params=_one_token(last.sampling_params),
+            origin_input_ids=tokens,
+            sampling_params=params,
             cache_salt=last.cache_salt,
             priority=last.priority,
             eos_token_ids=last.eos_token_ids,
             vocab_size=last.vocab_size,
         )
-        # made by SGLang and checked by us when ``last`` was new
-        req.extra_key = last.extra_key
+        # the key has the adapter
+        req.lora_id, req.extra_key = last.lora_id, last.extra_key
         self._ages.trust_key(req)
-        # nobody waits for an answer
-        req.finished_output = True  # type: ignore[assignment]
-        self._renewing = lease, req
-        self._renewed.inc(len(lease.tokens))
-        scheduler._add_request_to_queue(req)
+        return req
 
     def _end_renewal(self, *, is_whole: bool) -> None:
         assert self._renewing is not None
@@ -209,19 +222,14 @@ class Leases:
             self._leased.set(self._count())
 
 
-def _begins_with(tokens: array[int], beginning: array[int]) -> bool:
+def _continues(req: Req, earlier: Req) -> bool:
+    """Return whether ``req`` is of a later turn of the conversation of ``earlier``."""
+    if own_key(req) != own_key(earlier) or req.cache_salt != earlier.cache_salt:
+        return False
+    tokens, beginning = req.origin_input_ids, earlier.origin_input_ids
     last = len(beginning) - 1
     is_possible = 0 <= last < len(tokens) and tokens[last] == beginning[last]
     return is_possible and tokens[: last + 1] == beginning
-
-
-def _one_token(params: SamplingParams) -> SamplingParams:
-    """Return parameters of a request that computes the KV of its prompt, with a bound as before."""
-    most = custom_param(params, KV_MAX_AGE)
-    custom = None if most is None else {KV_MAX_AGE: most}
-    made = SamplingParams(max_new_tokens=1, temperature=0.0, custom_params=custom)
-    made.normalize(None)
-    return made
 
 
 @PARTS.join()

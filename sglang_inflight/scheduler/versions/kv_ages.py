@@ -182,7 +182,7 @@ class KVAges:
         record.kv_epoch = self._epoch
         self._free_too_old(req)
         if record.weights is not None:
-            req.extra_key = f"{_own_key(req)}{_OF_WEIGHTS}{record.weights}"
+            req.extra_key = f"{own_key(req)}{_OF_WEIGHTS}{record.weights}"
         else:
             self._mark(req, self._generation_for_new(req))
 
@@ -266,7 +266,7 @@ class KVAges:
         return self._salted if req.cache_salt is not None else self._plain
 
     def _mark(self, req: Req, generation: int) -> None:
-        own = _own_key(req)
+        own = own_key(req)
         req.extra_key = f"{own}{_MARK}{generation}" if generation else own or None
 
 
@@ -333,7 +333,7 @@ def _generation_of(req: Req) -> int:
     return int((req.extra_key or "").partition(_MARK)[2] or 0)
 
 
-def _own_key(req: Req) -> str:
+def own_key(req: Req) -> str:
     """Return the key without our mark, its end: no caller's text is left that reads like one."""
     return (req.extra_key or "").partition(_MARK)[0].partition(_OF_WEIGHTS)[0]
 

@@ -48,10 +48,12 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
     pool.discard()
 
 
-def turn(server: Server, input_ids: list[int], seconds: float | None = 600, **more: Any) -> Output:
-    custom = {**more, **({} if seconds is None else {"kv_lease_s": seconds})}
+def turn(
+    server: Server, input_ids: list[int], seconds: float | None = 600, **fields: Any
+) -> Output:
+    custom = {} if seconds is None else {"kv_lease_s": seconds}
     (generation,) = start(
-        server, 1, tokens=4, input_ids=input_ids, sampling={"custom_params": custom}
+        server, 1, tokens=4, input_ids=input_ids, sampling={"custom_params": custom}, **fields
     )
     return expect_whole(generation)
 
@@ -87,6 +89,13 @@ def test_next_turns_lease_replaces_the_last_ones(server: Server) -> None:
     second = [*first, *output.tokens, *prompt(20)]
     assert turn(server, second).meta["cached_tokens"] == LENGTH + 3
     assert leased(server) == len(second) + 3
+
+
+def test_turn_under_another_salt_ends_no_lease(server: Server) -> None:
+    conversation = prompt(LENGTH)
+    for salt in ("a", "b"):
+        turn(server, conversation, cache_salt=salt)
+    assert leased(server) == 2 * (LENGTH + 3)
 
 
 def test_oldest_leases_end_when_all_are_over_the_budget(server: Server) -> None:
