@@ -84,15 +84,14 @@ class Refresh:
         self._versions = versions
         self._tokens = None if tokens is None else round_up(tokens, least_cut(scheduler))
         self._is_soft = is_soft
-        # running requests over their bound, the oldest first; with soft alone
-        self._due: dict[Req, None] = {}
+        # epochs of the KV of running requests over their bound, the oldest first; with soft alone
+        self._due: dict[Req, int] = {}
         # whether the last prefill was of requests that recompute old KV, and of no other
         self._owes_decode = False
         self._refreshed = metrics.counter(
             "sglang:inflight_refreshed_tokens",
             "Tokens of running requests computed again because of their KV's age.",
         )
-
         self._tokens_by_age = metrics.gauges(
             "sglang:inflight_kv_tokens",
             "Tokens of running requests at the last commit, by the age of their KV in commits.",
@@ -111,7 +110,8 @@ class Refresh:
         if not self._is_soft:
             return over
         # a later commit finds the earlier ones again, and may find older KV
-        self._due = dict.fromkeys([*over, *self._due])
+        due = {req: record_of(req).kv_epoch for req in over}
+        self._due = due | {req: epoch for req, epoch in self._due.items() if req not in due}
         return []
 
     def settle(self) -> None:
@@ -120,8 +120,12 @@ class Refresh:
         if not self._due or not is_running or self._boundary.refreshing():
             return
         running = self._boundary.requests.running()
-        # the others have ended, or were retracted and look for KV that is young enough
-        self._due = {req: None for req in self._due if req in running}
+        # the others have ended, or were retracted meanwhile and found KV that is young enough
+        self._due = {
+            req: epoch
+            for req, epoch in self._due.items()
+            if req in running and record_of(req).kv_epoch == epoch
+        }
         chosen: list[Req] = []
         tokens = 0
         for req in self._due:

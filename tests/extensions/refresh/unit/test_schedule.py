@@ -275,3 +275,19 @@ def test_ages_have_labels() -> None:
     assert [name_age(age) for age in (0, 1, 4, 5, 8, 9, 16, 17)] == [
         "0", "1", "4", "5-8", "5-8", "9-16", "9-16", "17+",
     ]  # fmt: skip
+
+
+def test_request_retracted_meanwhile_is_not_recomputed_twice() -> None:
+    server = Server(16, is_soft=True)
+    server.waiting_queue = [Req("a", 40, 100), Req("b", 40, 100)]
+    for _ in range(4):
+        server.step()
+    first, second = sorted(server.running, key=lambda req: req.rid)
+    server.commit()
+    # memory takes the second one's KV before its turn
+    server.running.remove(second)
+    second.prefix_len, second.kv.holds_kv = 0, False
+    server.waiting_queue.append(second)
+    for _ in range(60):
+        server.step()
+    assert (first.retractions, second.retractions) == (1, 0)
