@@ -23,6 +23,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import MAX_QUEUED
+from tests.support.soak_operations import any_kv_policy
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20260915"))
 MODES = ("in_place", "retract", "abort", "wait")
@@ -111,7 +112,7 @@ class Caller:
             "model_path": str(self._checkpoints / name),
             "weight_version": name,
             "non_blocking": True,
-            "kv_cache": self._choose.choice(["fence", "keep", "recompute"]),
+            **any_kv_policy(self._choose),
         }
         receipt = ask(self._server, "POST", "/update_weights_from_disk", body)
         self.epoch += 1

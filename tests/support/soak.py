@@ -31,6 +31,7 @@ from harness.trainer import Trainers, layout
 from tests.matrix.configurations import CONFIGURATIONS, Configuration, named
 from tests.support.load import (
     Generation,
+    Output,
     expect_spans,
     expect_whole,
     prompt,
@@ -39,7 +40,7 @@ from tests.support.load import (
     until_empty,
 )
 from tests.support.pool import CHUNK, MAX_RUNNING
-from tests.support.soak_operations import LORA_FLAGS, Changes, Loras, Saves
+from tests.support.soak_operations import LORA_FLAGS, Changes, Loras, Saves, any_kv_policy
 from tests.support.updates import (
     Call,
     Sender,
@@ -65,6 +66,8 @@ MIB = 1 << 20
 LOG_SHOWN = 20_000
 # share of growth up to which memory counts as flat
 MOST_GROWTH = 0.03
+
+KV_TOKENS_PER_STEP = 64
 
 LIVE = {"non_blocking": True}
 
@@ -123,6 +126,7 @@ class Soak:
         configuration: Configuration = CONFIGURATIONS[0],
         *,
         transparent: bool = False,
+        is_soft: bool = False,
     ) -> None:
         """``transparent``: the server treats pauses without our fields as windows."""
         self._server = server
@@ -140,14 +144,20 @@ class Soak:
         self._unshown: set[Generation] = set()
         # requests that name their weights
         self._pinned: set[Generation] = set()
+        # requests with a bound on the age of their KV
+        self._bounds: dict[Generation, int] = {}
         # the adapter of each request with one
         self._adapters: dict[Generation, str] = {}
         self._kinds = {
             "grammar": self._unshown, "pinned": self._pinned, "adapter": self._adapters,
+            "bounded": self._bounds,
         }  # fmt: skip
         self._loras: Loras | None = None
         self.numbers = Numbers(seed)
         self._transparent = transparent
+        # whether requests with too old KV go on with it until it is recomputed
+        self._is_soft = is_soft
+        self._bounds_kv = status(server)["capabilities"]["kv_max_age"] is None
         # without a memory saver nothing is released, and all else is the same
         self._has_saver = server.get("/server_info")["enable_memory_saver"]
         # some names are prefixes of others
@@ -222,16 +232,19 @@ class Soak:
             asked = prompt(self._choose.choice((1, 16, 200)))
             in_chunks = self._choose.random() < 0.5
             sampling, fields = self._kind_of_request()
+            custom = {} if sampling else self._custom_params()
             stream = Generation(
                 self._server,
                 tokens=length,
                 input_ids=asked,
                 stream=in_chunks,
                 rid=f"soak{next(self._names)}",
-                sampling=sampling,
+                sampling=sampling or {"custom_params": custom},
                 **fields,
             )
             self._streams.append(stream)
+            if "kv_max_age" in custom:
+                self._bounds[stream] = custom["kv_max_age"]
             if sampling:
                 # ended by the second commit after its version's, or refused by then
                 self._given_up.add(stream)
@@ -261,6 +274,15 @@ class Soak:
             sampling["regex"] = "[a-z]{20,30}" + str(self._choose.randrange(10**6))
         return sampling, fields
 
+    def _custom_params(self) -> dict[str, Any]:
+        """Return a bound on the age of a request's KV, and a lease on it, or neither."""
+        custom: dict[str, Any] = {}
+        if self._bounds_kv and self._choose.random() < 0.4:
+            custom["kv_max_age"] = self._choose.randrange(3)
+        if self._bounds_kv and self._choose.random() < 0.3:
+            custom["kv_lease_s"] = self._choose.choice((0.5, 60))
+        return custom
+
     def _check(self, stream: Generation) -> None:
         """Check the spans against the tokens, which show their weights."""
         gave_up = stream in self._given_up
@@ -274,6 +296,8 @@ class Soak:
                 expect_whole(stream)
             if stream in self._pinned:
                 assert len({*output.tokens}) <= 1, "a pinned request has tokens of two versions"
+            if (most := self._bounds.get(stream)) is not None and not self._is_soft:
+                expect_young(output, most)
             adapter = self._adapters.get(stream)
             if adapter is not None and output.tokens:
                 named = {span["adapter"] for span in output.meta["adapter_versions"]}
@@ -290,6 +314,7 @@ class Soak:
         self._pinned.discard(stream)
         self._unshown.discard(stream)
         self._adapters.pop(stream, None)
+        self._bounds.pop(stream, None)
         self.numbers.tokens_checked += len(output.tokens)
 
     def _give_up_all(self) -> None:
@@ -299,7 +324,7 @@ class Soak:
 
     def update(self) -> None:
         source = self._choose.choice(SOURCES)
-        answer = self._send(source, kv_cache=self._choose.choice(("fence", "keep", "recompute")))
+        answer = self._send(source, **any_kv_policy(self._choose))
         self._count(source, answer)
 
     def update_while_paused(self) -> None:
@@ -640,6 +665,14 @@ class Soak:
         return sum(rank.memory_info().rss for rank in schedulers(self._server.process.pid)) / MIB
 
 
+def expect_young(output: Output, most: int) -> None:
+    """Check that KV of at most this age made the last token."""
+    spans, kv = output.meta.get("weight_versions"), output.meta.get("kv_versions")
+    if output.tokens and spans and kv:
+        oldest = min(span["epoch"] for span in kv)
+        assert spans[-1]["epoch"] - oldest <= most, f"KV is older than {most}: {output.meta}"
+
+
 def show(numbers: Numbers) -> None:
     table = Table(title="soak", show_header=False)
     for name, value in numbers.as_json().items():
@@ -665,6 +698,9 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--transparent", action="store_true", help="with windows")
+    parser.add_argument(
+        "--kv-refresh", choices=("soft", "hard"), help="with a budget of tokens per step"
+    )
     parser.add_argument("--on", type=named, default=CONFIGURATIONS[0], help="one rank")
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}")
@@ -679,11 +715,17 @@ def main() -> int:
         flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most, *loras)
         if arguments.transparent:
             on = replace(on, env={**on.env, "SGLANG_INFLIGHT_TRANSPARENT": "1"})
+        if arguments.kv_refresh:
+            settings = {
+                "SGLANG_INFLIGHT_KV_REFRESH": arguments.kv_refresh,
+                "SGLANG_INFLIGHT_KV_REFRESH_TOKENS_PER_STEP": str(KV_TOKENS_PER_STEP),
+            }
+            on = replace(on, env={**on.env, **settings})
         with on.serve(folder / "v0", folder, *flags) as server:
             soak = Soak(
                 server, folder, sender, trainers,
                 arguments.seed, arguments.streams, arguments.on,
-                transparent=arguments.transparent,
+                transparent=arguments.transparent, is_soft=arguments.kv_refresh == "soft",
             )  # fmt: skip
             try:
                 numbers = soak.run(

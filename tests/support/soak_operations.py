@@ -51,6 +51,14 @@ def one_element_more(weights: Weights, choose: random.Random) -> Weights:
     return changed
 
 
+def any_kv_policy(choose: random.Random) -> dict[str, Any]:
+    """Return an update's fields for some policy for the KV of older weights."""
+    names = ("fence", "keep", "recompute", "by_salt")
+    if choose.random() < 0.5:
+        return {"kv_cache": choose.choice(names)}
+    return {"kv_max_age": choose.randrange(4)}
+
+
 class Changes:
     """Updates that change little, each checked by its digest."""
 
@@ -132,8 +140,7 @@ class Changes:
         return _digest_of(answer)
 
     def _kv(self) -> dict[str, Any]:
-        kinds = ("fence", "keep", "recompute")
-        return {"non_blocking": True, "kv_cache": self._choose.choice(kinds)}
+        return {"non_blocking": True, **any_kv_policy(self._choose)}
 
     @property
     def _served(self) -> str:

@@ -44,6 +44,12 @@ SOFT = add_both_loops(
 FLAVOURS["soft_refresh_tp"] = Flavour(
     (*_FLAGS, "--tp-size", "2"), {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"}
 )
+SHORT = 2048
+for _name in ("soft", "hard"):
+    FLAVOURS[f"{_name}_refresh_short"] = Flavour(
+        (*_FLAGS, "--max-total-tokens", str(SHORT)),
+        {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": _name},
+    )
 HARD = add_both_loops(
     "hard_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
 )
@@ -254,3 +260,26 @@ def test_both_ranks_recompute_the_same_requests(two_ranks: Server, checkpoints: 
         generations[0].wait_for_tokens(generations[0].count + 5)
     for output in expect_all_go_on(generations):
         assert output.meta["num_retractions"] >= 1
+
+
+@pytest.fixture(params=["soft", "hard"])
+def short_of_memory(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[f"{request.param}_refresh_short"])
+    pool.restore()
+
+
+def test_requests_that_memory_retracts_too_lose_no_token(
+    short_of_memory: Server, checkpoints: Path
+) -> None:
+    """All requests together want twice the memory there is."""
+    generations = [
+        start_running(short_of_memory, 1, tokens=SHORT // 4, input_ids=prompt(LENGTH))[0]
+        for _ in range(6)
+    ]
+    for version in (1, 2, 3, 4, 5):
+        commit(short_of_memory, checkpoints, version, kv_max_age=1)
+        generations[0].wait_for_tokens(min(SHORT // 4, generations[0].count + 20))
+    for generation in generations:
+        output = expect_whole(generation)
+        assert len(output.tokens) == SHORT // 4
+        assert output.tokens == sorted(output.tokens)
