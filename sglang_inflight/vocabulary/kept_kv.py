@@ -9,6 +9,9 @@ it. The three names of ``kv_cache``, ``by_salt`` and ``kv_max_age`` are values o
     fence          any age            0          0
     recompute      0                  0          0
     kv_max_age=k   k                  k          k
+
+``by_salt`` is for rollouts salted by the version that they begin with (prime-rl #2270, SkyRL #1836,
+torchtitan #4761): a conversation's next turn finds the turns before.
 """
 
 from __future__ import annotations

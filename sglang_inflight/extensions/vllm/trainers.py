@@ -118,7 +118,7 @@ def names_weight_dir(content: bytes) -> bool:
 async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | StagedSoFar:
     """Update from the directory's checkpoint, in one commit.
 
-    prime-rl pauses around the call, and salts its requests' cache by a rollout's first version. So
+    prime-rl pauses around the call, and salts a rollout by the version that it begins with. So
     running requests keep their KV, and a conversation's next turn finds that of earlier turns under
     its salt. Later requests without a salt find no earlier KV.
     """
