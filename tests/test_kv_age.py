@@ -215,3 +215,16 @@ def test_beam_search_over_the_bound_begins_anew_beside_one_within_it(
         assert set(output.tokens) == {FIRST + 1}
     for output in young.outputs():
         assert set(output.tokens) == {FIRST, FIRST + 1}
+
+
+def test_recomputed_kv_is_cached_until_it_is_too_old(any_server: Server, checkpoints: Path) -> None:
+    input_ids = prompt(LENGTH)
+    (generation,) = start_running(any_server, 1, tokens=ENDLESS, input_ids=input_ids)
+    commit(any_server, checkpoints, 1, kv_max_age=0)
+    go_on([generation])
+    commit(any_server, checkpoints, 2, kv_max_age=2)
+    go_on([generation])
+    generation.abort()
+    output = expect_aborted(generation)
+    asked = [*input_ids, *output.tokens[:-1]]
+    assert reused(any_server, asked) == len(asked) - 1

@@ -239,14 +239,12 @@ class Boundary:
 
     def refreshing(self) -> list[Req]:
         """Return the requests that still recompute too old KV, in the order of their retraction."""
-        chunked = self._scheduler.chunked_req
-        self._refreshing = {
-            req: None
-            for req in self._refreshing
-            if record_of(req).is_refreshing
-            and not req.finished()
-            and (req is chunked or not req.kv.holds_kv)
-        }
+        for req in list(self._refreshing):
+            record = record_of(req)
+            if req.kv.holds_kv and req is not self._scheduler.chunked_req:
+                record.is_refreshing = False
+            if req.finished() or not record.is_refreshing:
+                del self._refreshing[req]
         return list(self._refreshing)
 
     def put_first(self, retracted: Collection[Req]) -> None:

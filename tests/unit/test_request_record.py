@@ -29,6 +29,9 @@ class Queues:
     def sessions(self) -> list[str]:
         return []
 
+    def refreshing(self) -> list[Req]:
+        return []
+
     def free_sessions(self, names: set[str]) -> list[Req]:
         return []
 

@@ -114,6 +114,8 @@ class KVAges:
     def begin(self, kept: KeptKV, epoch: int) -> None:
         """Apply the policy of a commit that begins ``epoch``, before later prefills."""
         self._epoch = epoch
+        # a request that has recomputed its KV is like any other
+        self._boundary.refreshing()
         if kept.flushes:
             self._least = epoch
         for floor, most in ((self._plain, kept.cached), (self._salted, kept.salted)):

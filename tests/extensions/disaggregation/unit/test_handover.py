@@ -94,7 +94,7 @@ class Server:
             without_kv=list,
         )  # fmt: skip
         boundary: Any = SimpleNamespace(
-            requests=requests, sessions=list, free_sessions=lambda names: []
+            requests=requests, sessions=list, free_sessions=lambda names: [], refreshing=list
         )
         metrics: Any = SimpleNamespace(prefill_mismatches=SimpleNamespace(inc=self.count))
         self.mismatches = 0
