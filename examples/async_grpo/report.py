@@ -88,6 +88,7 @@ def make_table(results: Sequence[Result]) -> list[Row]:
         times = [time_to(run.curve, REWARD) for run in runs]
         ages = sum((Counter(run.ages) for run in runs), Counter[int]())
         checks = [run.labels for run in runs if run.labels is not None]
+        costs = [run.kv_cost.mean for run in runs if run.kv_cost is not None]
         rows.append(
             Row(
                 way=way,
@@ -109,7 +110,7 @@ def make_table(results: Sequence[Result]) -> list[Row]:
                 mislabelled=sum(check.mislabelled for check in checks),
                 checked=sum(check.tokens for check in checks),
                 noticeable=sum(check.noticeable for check in checks),
-                off_fresh=mean(run.kv_cost.mean for run in runs if run.kv_cost is not None),
+                off_fresh=mean(costs) if costs else 0.0,
             )
         )
     return rows
