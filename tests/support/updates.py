@@ -188,7 +188,8 @@ class Call:
         return not self._thread.is_alive()
 
     def answer(self) -> dict[str, Any]:
-        self._thread.join(2 * TIMEOUT_S)
+        # only a failure lasts this long
+        self._thread.join(4 * TIMEOUT_S)
         assert isinstance(self._answer, dict), self._answer
         return self._answer
 
