@@ -27,6 +27,7 @@ HOOK_MODULES = (
     "sglang_inflight.frontend.shutdown",
     "sglang_inflight.frontend.spans",
     "sglang_inflight.frontend.tokenizer_hooks",
+    "sglang_inflight.scheduler.beams",
     "sglang_inflight.scheduler.boundary",
     "sglang_inflight.scheduler.captures",
     "sglang_inflight.scheduler.collectives",

@@ -16,7 +16,9 @@ from tests.support.load import (
     ask,
     expect_aborted,
     expect_whole,
+    pause,
     prompt,
+    resume,
     start,
     start_running,
     status,
@@ -200,21 +202,22 @@ def test_wrong_bound_of_a_request_is_a_400_that_names_it(any_server: Server, mos
 def test_beam_search_over_the_bound_begins_anew_beside_one_within_it(
     any_server: Server, checkpoints: Path
 ) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 200, "beam_width": 2}
+    sampling = {"temperature": 0, "max_new_tokens": 400, "beam_width": 2}
     old, young = (
         Generation(
-            any_server, tokens=200, input_ids=prompt(LENGTH), stream=False, outputs=2,
+            any_server, tokens=400, input_ids=prompt(LENGTH), stream=False,
             sampling={**sampling, **with_bound(most)},
         )
         for most in (0, 9)
     )  # fmt: skip
     until("both run", lambda: status(any_server)["running"] == 2)
+    frozen = pause(any_server, "in_place")["pause_id"]
     receipt = commit(any_server, checkpoints, 1, kv_cache="keep")
     assert receipt["retracted"] == 1
-    for output in old.outputs():
-        assert set(output.tokens) == {FIRST + 1}
-    for output in young.outputs():
-        assert set(output.tokens) == {FIRST, FIRST + 1}
+    resume(any_server, pause_id=frozen)
+    assert {*old.output().tokens} == {FIRST + 1}
+    assert {*young.output().tokens} == {FIRST, FIRST + 1}
+    assert [each.output().meta["num_retractions"] for each in (old, young)] == [1, 0]
 
 
 def test_recomputed_kv_is_cached_until_it_is_too_old(any_server: Server, checkpoints: Path) -> None:

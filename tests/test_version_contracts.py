@@ -494,3 +494,19 @@ def test_wrong_contract_is_named(any_server: Server, place: str) -> None:
     answer = post(any_server, "/generate", min_adapter_version=1)
     assert answer.status_code == 400
     assert "adapter" in answer.text
+
+
+def test_commit_ends_a_beam_search_whose_contract_it_breaks(
+    any_server: Server, checkpoints: Path
+) -> None:
+    pause(any_server, "in_place")
+    (searching,) = start(
+        any_server, 1, tokens=4, stream=False, exact_weight_version="v0",
+        sampling={"beam_width": 2},
+    )  # fmt: skip
+    until_waiting(any_server, 1)
+    update(any_server, checkpoints, 1, kv_cache="keep")
+    resume(any_server)
+    searching.wait_for_end()
+    assert searching.status == 503
+    assert "exact_weight_version is 'v0'" in (searching.refusal or "")

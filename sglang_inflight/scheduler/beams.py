@@ -1,9 +1,12 @@
-"""Restarts beam searches that are retracted.
+"""Restarts beam searches that are retracted, and keeps their ``custom_params``.
 
 A retracted beam search begins anew, because its clients get no token before its end. SGLang's pause
 frees the KV of the request, but not of the beam's other rows, because they have no request. The
 rows are never freed and stay in the emptied batch, and the next use of that batch raises. Only the
 scheduler's thread calls this, between two steps, with no forward in flight.
+
+SGLang gives a beam search sampling parameters of its own, without ``custom_params``. There our
+fields are, such as a version contract and the bound on KV's age.
 """
 
 from __future__ import annotations
@@ -15,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.beam_search.batch_tail import strip_beam_tail
 from sglang.srt.beam_search.beam_group import BeamGroup
 
+from sglang_inflight.hooking import AFTER, hook
+
 if TYPE_CHECKING:
     from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_inflight.sglang_types import Scheduler
+
+
+@hook("sglang.srt.beam_search.fork.neutral_member_sampling_params", AFTER)
+def keep_custom_params(params: SamplingParams, leader_params: SamplingParams) -> None:
+    params.custom_params = leader_params.custom_params
 
 
 def begin_beams_anew(scheduler: Scheduler, running: Collection[Req]) -> None:
