@@ -152,7 +152,7 @@ def test_salted_conversation_finds_its_kv_after_an_update(
     vllm_server: Server, client: Client, framework: Framework
 ) -> None:
     """A salt separates rollouts by itself. Requests without one find no KV of older weights."""
-    # as in vLLM, unless the pause says otherwise
+    # TRL leaves vLLM's default: the pause clears the cache
     clears_cache = framework is FRAMEWORKS["trl"]
     client.connect()
     input_ids = prompt(64)
