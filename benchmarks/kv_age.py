@@ -1,4 +1,4 @@
-"""What a bound on the age of KV costs, and what it is worth, while a model learns.
+"""The price and the worth of a bound on the age of KV, while a model learns.
 
 ``examples.async_grpo`` trains a small model in flight. Each update brings a bound, ``kv_max_age``:
 KV that is older is recomputed, and no later request finds it. With several turns a question comes

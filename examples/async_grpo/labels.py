@@ -64,7 +64,7 @@ def check_labels(
 
 @dataclass(frozen=True)
 class KVCost:
-    """What old KV costs: how far log-probabilities are from those of KV by the tokens' own weights.
+    """The cost of old KV: distances of log-probabilities from those with KV of the tokens' weights.
 
     ``mean`` and ``p99`` are of the distance. ``ratio_variance`` is the variance of the importance
     ratio that a trainer without off-policy data would see: 0 if all KV were fresh.

@@ -1,4 +1,4 @@
-"""What crosses between a replica's ranks."""
+"""Messages between a replica's ranks."""
 
 from __future__ import annotations
 

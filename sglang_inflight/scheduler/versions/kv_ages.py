@@ -71,7 +71,7 @@ MOST_LOOKUPS = 16
 
 @dataclass
 class _Floor:
-    """What the last policy says of prefixes: the oldest usable epoch, and the bound's presence."""
+    """The last policy's rule for prefixes: the oldest usable epoch, and whether it is a bound."""
 
     epoch: int = 0
     is_bounded: bool = False
