@@ -243,12 +243,19 @@ class Updates:
         """
         with self._no_more_pieces(body.session_id):
             session = self._require_named(body.session_id)
-            # the pieces have taken the setting, unless they say otherwise
-            ending = Ending.of(body if session.asked_kv else self._with_age(body))
+            ending = self._ending_of(body, session)
             if ending.uses_our_fields:
                 kept_kv = ending.kept_kv or session.kept_kv
                 require_supported(kept_kv, self._can, retracts=ending.non_blocking)
             return await session.being_ended.join(lambda: self._end(session, ending))
+
+    def _ending_of(self, body: EndBody, session: OpenUpdate) -> Ending:
+        """Read ``body``. With the setting ``kv_max_age`` its ``flush_cache`` says nothing."""
+        if session.asked_kv is None:
+            return Ending.of(self._with_age(body))
+        # the pieces have taken the setting, unless they say otherwise
+        is_set = self._settings.kv_max_age is not None
+        return Ending.of(msgspec.structs.replace(body, flush_cache=None) if is_set else body)
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:
         if session.committing is not None:

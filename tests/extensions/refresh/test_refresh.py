@@ -16,6 +16,7 @@ from tests.support.kv_runs import kv_runs
 from tests.support.load import (
     ENDLESS,
     Generation,
+    ask,
     expect_aborted,
     expect_all_go_on,
     expect_whole,
@@ -165,6 +166,18 @@ def test_hard_makes_no_token_with_old_kv(hard: Server, checkpoints: Path) -> Non
     for output in expect_all_go_on(generations):
         assert {made_by for made_by, _ in kv_runs(output)} == {"v1", "v2"}
         assert output.meta["num_retractions"] == 1
+
+
+def test_setting_is_the_policy_of_a_session_that_names_none(
+    hard: Server, checkpoints: Path
+) -> None:
+    generations = begin(hard, 2)
+    opened = ask(hard, "POST", "/begin_weight_update", {"non_blocking": True})
+    named = {"session_id": opened["session_id"], "non_blocking": True}
+    update(hard, checkpoints, 1, **named)
+    ended = {**named, "flush_cache": False, "weight_version": "v1"}
+    assert ask(hard, "POST", "/end_weight_update", ended)["retracted"] == 2
+    expect_all_go_on(generations)
 
 
 def test_samples_of_a_prompt_recompute_it_once(server: Server, checkpoints: Path) -> None:
