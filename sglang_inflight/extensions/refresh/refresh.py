@@ -10,8 +10,10 @@ being recomputed: as many as the budget takes, at least one.
 
 **How much.** A step prefills at most ``tokens`` of such requests. A request that is longer becomes
 SGLang's chunked request, with chunks of the budget. Each ``PrefillAdder`` belongs to one step and
-counts what it has admitted. SGLang has one chunked request at a time: while another request is
-chunked, only requests that fit whole are shown. The budget is rounded up to what SGLang can cut.
+counts what it has admitted. SGLang has one chunked request at a time, and takes for granted that a
+chunk takes the whole rest of a step. A chunk of the budget leaves tokens to others. So a second
+chunk is refused, and others join the step whole, or wait. The budget is rounded up to what SGLang
+can cut.
 
 **Beside decoding.** SGLang prefills before it decodes. After a prefill of such requests alone, the
 next step decodes.
@@ -264,7 +266,15 @@ def add_one(
     refresh, admitted = refresh_of(adder), len(adder.can_run_list)
     if refresh is None:
         return add(adder, req, *args, **kwargs)
-    added = refresh.within(adder, req, lambda: add(adder, req, *args, **kwargs))
+
+    def add_now() -> Any:
+        # without a prefix cache SGLang may choose without ``_select_prefill_admission``
+        selects = not getattr(adder.tree_cache, "disable", True)
+        if selects or not has_chunk(adder) or fits_whole(adder, req):
+            return add(adder, req, *args, **kwargs)
+        return AddReqResult.OTHER
+
+    added = refresh.within(adder, req, add_now)
     if len(adder.can_run_list) > admitted:
         refresh.observe_hit(req)
     return added
@@ -278,7 +288,29 @@ def add_chunk(
     refresh = refresh_of(adder)
     if refresh is None:
         return add(adder, req, *args, **kwargs)
-    return refresh.within(adder, req, lambda: add(adder, req, *args, **kwargs))
+    unfinished = refresh.within(adder, req, lambda: add(adder, req, *args, **kwargs))
+    adder.inflight_has_chunk = unfinished is not None  # type: ignore[attr-defined]
+    return unfinished
+
+
+@hook(f"{_ADDER}._select_prefill_admission", AROUND)
+def refuse_second_chunk(
+    select: Callable[..., Any], adder: PrefillAdder, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a chunk in a step that has one. Nothing is allocated yet."""
+    admission = select(adder, *args, **kwargs)
+    is_chunk = not isinstance(admission, AddReqResult) and admission.is_chunked
+    return AddReqResult.OTHER if is_chunk and has_chunk(adder) else admission
+
+
+def has_chunk(adder: PrefillAdder) -> bool:
+    """Return whether the step has a request that goes on with another chunk."""
+    return adder.new_chunked_req is not None or getattr(adder, "inflight_has_chunk", False)
+
+
+def fits_whole(adder: PrefillAdder, req: Req) -> bool:
+    left = adder.rem_chunk_tokens
+    return left is None or len(req.full_untruncated_fill_ids) - req.prefix_len <= left
 
 
 @PARTS.join()

@@ -23,9 +23,11 @@ from tests.support.load import (
     pause,
     prompt,
     resume,
+    start,
     start_running,
     status,
     until,
+    until_waiting,
     update,
 )
 from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool, add_both_loops
@@ -226,6 +228,24 @@ def test_newcomers_begin_while_old_kv_is_recomputed(server: Server, checkpoints:
     assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
     until_refreshed(server, 4 * LENGTH, before)
     for generation in generations:
+        expect_only("v1", generation)
+
+
+def test_newcomer_of_several_chunks_waits_for_the_chunk_of_another(
+    server: Server, checkpoints: Path
+) -> None:
+    """A step with two unfinished prompts would end the scheduler."""
+    generations = begin(server, 2)
+    frozen = pause(server, "in_place")["pause_id"]
+    retracted = commit(server, checkpoints, 1, kv_max_age=0)["retracted"]
+    newcomers = start(server, 2, tokens=4, input_ids=prompt(3 * CHUNK))
+    until_waiting(server, retracted + 2)
+    resume(server, pause_id=frozen)
+    for newcomer in newcomers:
+        output = expect_whole(newcomer)
+        assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
         expect_only("v1", generation)
 
 

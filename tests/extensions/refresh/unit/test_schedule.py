@@ -36,6 +36,10 @@ class Req:
     kv: Any = field(default_factory=lambda: SimpleNamespace(holds_kv=False, kv_committed_len=0))
 
     @property
+    def full_untruncated_fill_ids(self) -> range:
+        return range(self.seqlen)
+
+    @property
     def seqlen(self) -> int:
         return self.prompt + self.tokens
 
@@ -50,29 +54,55 @@ class Req:
 class Adder:
     """SGLang's ``PrefillAdder`` with chunks, without memory's limits."""
 
-    def __init__(self) -> None:
+    def __init__(self, refreshes: Any, *, has_prefix_cache: bool) -> None:
+        controller = SimpleNamespace(part=lambda kind: refreshes)
+        pool = SimpleNamespace(inflight=controller)
+        self.tree_cache = SimpleNamespace(disable=not has_prefix_cache, req_to_token_pool=pool)
         self.rem_chunk_tokens = CHUNK
         self.can_run_list: list[Req] = []
-        self.new_chunked: Req | None = None
+        self.new_chunked_req: Req | None = None
 
     def budget_state(self) -> AddReqResult:
         return AddReqResult.OTHER if self.rem_chunk_tokens <= 0 else AddReqResult.CONTINUE
 
-    def add(self, req: Req) -> AddReqResult:
+    def select(self, req: Req) -> Any:
+        length = min(req.seqlen - req.prefix_len, self.rem_chunk_tokens)
+        return SimpleNamespace(length=length, is_chunked=req.prefix_len + length < req.seqlen)
+
+    def add_one(self, req: Req) -> AddReqResult:
         if self.rem_chunk_tokens <= 0:
             return AddReqResult.OTHER
-        req.extend_end = min(req.seqlen, req.prefix_len + self.rem_chunk_tokens)
-        self.rem_chunk_tokens -= req.extend_len
-        self.can_run_list.append(req)
-        if req.extend_end < req.seqlen:
-            self.new_chunked = req
+        us: Any = self
+        admission = (
+            self.select(req)
+            if self.tree_cache.disable
+            else refresh_module.refuse_second_chunk(Adder.select, us, req)
+        )
+        if isinstance(admission, AddReqResult):
+            return admission
+        if admission.is_chunked:
+            # SGLang would forget the first one
+            assert not refresh_module.has_chunk(us)
+            self.new_chunked_req = req
+        self._admit(req, admission.length)
         return self.budget_state()
+
+    def add_chunk(self, req: Req) -> Req | None:
+        admission = self.select(req)
+        self._admit(req, admission.length)
+        return req if admission.is_chunked else None
+
+    def _admit(self, req: Req, length: int) -> None:
+        req.extend_end = req.prefix_len + length
+        self.rem_chunk_tokens -= length
+        self.can_run_list.append(req)
 
 
 class Server:
     """A scheduler that prefills before it decodes, as SGLang's. A commit puts all KV over."""
 
-    def __init__(self, budget: int | None, *, is_soft: bool) -> None:
+    def __init__(self, budget: int | None, *, is_soft: bool, has_prefix_cache: bool = True) -> None:
+        self._has_prefix_cache = has_prefix_cache
         self.waiting_queue: list[Req] = []
         self.chunked_req: Req | None = None
         self.page_size = 1
@@ -80,13 +110,13 @@ class Server:
         self.tree_cache = None
         self.running: list[Req] = []
         self.pause: Any = SimpleNamespace(state=PauseState.RUNNING)
+        self.epoch = 0
         self.requests = SimpleNamespace(running=lambda: {*self.running, *self._chunked()})
         self._begun: dict[Req, None] = {}
         us: Any = self
         self.refreshes: Any = Refresh(
             us, us, us.pause, us, uncounted(), tokens=budget, is_soft=is_soft
         )
-        self.epoch = 0
         # tokens that each step's prefill has recomputed, and tokens decoded with old KV
         self.recomputed: list[int] = []
         self.with_old_kv = 0
@@ -155,30 +185,29 @@ class Server:
 
     def _prefill(self) -> Any:
         may_run = self.refreshes.choice()
-        adder: Any = Adder()
-        chunked, self.chunked_req = self.chunked_req, None
-        if chunked is not None:
-            self.refreshes.within(adder, chunked, lambda: adder.add(chunked))
+        adder: Any = Adder(self.refreshes, has_prefix_cache=self._has_prefix_cache)
+        if self.chunked_req is not None:
+            chunked: Any = self.chunked_req
+            self.chunked_req = refresh_module.add_chunk(Adder.add_chunk, adder, chunked)
+        shown: list[Any]
         shown = [req for req in self.waiting_queue if may_run is None or may_run(req)]
         for req in shown:
             if adder.budget_state() is AddReqResult.OTHER:
                 break
-            if adder.new_chunked is not None and req.seqlen > adder.rem_chunk_tokens:
-                break
             record_of(req).kv_epoch = self.epoch
-            if self._admit(adder, req) is not AddReqResult.CONTINUE:
+            added = refresh_module.add_one(Adder.add_one, adder, req)
+            if added is not AddReqResult.CONTINUE:
                 break
         self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
-        self.chunked_req = adder.new_chunked
+        if adder.new_chunked_req is not None:
+            assert self.chunked_req is None
+            self.chunked_req = adder.new_chunked_req
         for req in adder.can_run_list:
             req.kv.holds_kv = True
         self.recomputed.append(
             sum(req.extend_len for req in adder.can_run_list if record_of(req).is_refreshing)
         )
         return self._batch(adder.can_run_list) if adder.can_run_list else None
-
-    def _admit(self, adder: Any, req: Req) -> Any:
-        return self.refreshes.within(adder, req, lambda: adder.add(req))
 
 
 @pytest.fixture(autouse=True)
@@ -197,11 +226,11 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=300)
-@given(EVENTS, st.integers(1, 80), st.booleans())
+@given(EVENTS, st.integers(1, 80), st.booleans(), st.booleans())
 def test_budget_holds_and_every_request_ends(
-    events: list[tuple[str, int, int]], budget: int, is_soft: bool
+    events: list[tuple[str, int, int]], budget: int, is_soft: bool, has_prefix_cache: bool
 ) -> None:
-    server = Server(budget, is_soft=is_soft)
+    server = Server(budget, is_soft=is_soft, has_prefix_cache=has_prefix_cache)
     reqs: list[Req] = []
     for what, first, second in events:
         if what == "come":
