@@ -34,6 +34,7 @@ from examples.async_grpo.__main__ import SERVER
 from examples.async_grpo.model import TEACHING_STEPS, Base, base_model
 from examples.async_grpo.run import Result, Settings, run
 from examples.async_grpo.ways import keeping_kv
+from examples.ending import exit_at_sigterm
 from examples.stories.server import start_server
 from sglang_inflight.cache import default_cache
 
@@ -69,6 +70,8 @@ def main(
             "until their turn hard requests wait, and soft ones go on with old KV.",
         ],
     )  # fmt: skip
+    # a server would outlive a benchmark that is cut
+    exit_at_sigterm()
     torch.set_num_threads(1)
     settings = replace(Settings(), seconds=seconds, evaluations=1)
     found: dict[tuple[int, str, str], list[Result]] = defaultdict(list)
