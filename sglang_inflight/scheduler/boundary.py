@@ -239,11 +239,14 @@ class Boundary:
 
     def refreshing(self) -> list[Req]:
         """Return the requests that still recompute too old KV, in the order of their retraction."""
+        if not self._refreshing:
+            return []
+        # the others are prefilled whole, or have left the queue: an aborted one may be unfinished
+        there = {*self._scheduler.waiting_queue, self._scheduler.chunked_req}
         for req in list(self._refreshing):
             record = record_of(req)
-            if req.kv.holds_kv and req is not self._scheduler.chunked_req:
-                record.is_refreshing = False
-            if req.finished() or not record.is_refreshing:
+            record.is_refreshing &= req in there
+            if not record.is_refreshing:
                 del self._refreshing[req]
         return list(self._refreshing)
 

@@ -220,6 +220,23 @@ def test_abort_and_pause_meet_a_half_recomputed_request(server: Server, checkpoi
         expect_only("v1", generation)
 
 
+def test_aborted_beam_search_keeps_nobody_waiting(hard: Server, checkpoints: Path) -> None:
+    """SGLang takes it from the queue, and does not finish it."""
+    (searching,) = start(
+        hard, 1, tokens=4000, input_ids=prompt(LENGTH), stream=False, sampling={"beam_width": 2}
+    )
+    until("it runs", lambda: status(hard)["running"] == 1)
+    generations = begin(hard, 2)
+    frozen = pause(hard, "in_place")["pause_id"]
+    assert commit(hard, checkpoints, 1, kv_max_age=0)["retracted"] == 3
+    searching.abort()
+    searching.wait_for_end()
+    resume(hard, pause_id=frozen)
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+        expect_only("v1", generation)
+
+
 def test_newcomers_begin_while_old_kv_is_recomputed(server: Server, checkpoints: Path) -> None:
     generations = begin(server, 4)
     before = refreshed(server)
