@@ -145,7 +145,7 @@ PLAN = (
     Planned("read_checkpoint", "--size 1.5b", "--size 135m --turns 3", 1800),
     Planned(
         "kv_age",
-        "--turns 1,3 --seeds 3 --seconds 45",
+        "--turns 1,3 --seeds 3 --seconds 30",
         "--turns 1 --bounds 0,any --seeds 1 --seconds 4 --teaching 2",
         5400,
         quick_limit_s=300,
