@@ -266,7 +266,7 @@ def _parts(results: Sequence[Result]) -> list[Panel]:
 def _kv_age(results: Sequence[Result]) -> list[Panel]:
     def bars(key: str) -> list[Bar]:
         return [
-            bar(f"{row['turns']} turns, {row['way']}, {row['bound']}", row["way"], row[key])
+            bar(f"{row['turns']} turns, {row['bound']}", row["way"], row[key])
             for _, _, row in rows_of(results)
         ]
 
