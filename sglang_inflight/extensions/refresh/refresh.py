@@ -222,13 +222,15 @@ class Refresh:
         AROUND,
         via=lambda scheduler: scheduler.inflight.part(Refresh),
     )
-    def defers_prefill(
-        self, defers: Callable[[ScheduleBatch], bool], running_batch: ScheduleBatch
-    ) -> bool:
-        """Return whether this step decodes, also because the last step recomputed old KV."""
+    def defers_prefill(self, defers: Callable[..., bool], *running_batch: ScheduleBatch) -> bool:
+        """Return whether this step decodes, also because the last step recomputed old KV.
+
+        SGLang 0.5.22 names no batch.
+        """
         owed, self._owes_decode = self._owes_decode, False
-        owed = owed and self._tokens is not None and not running_batch.is_empty()
-        return defers(running_batch) or owed
+        running = running_batch[0] if running_batch else self._scheduler.running_batch
+        owed = owed and self._tokens is not None and not running.is_empty()
+        return defers(*running_batch) or owed
 
 
 def round_up(tokens: int, cut: int) -> int:
