@@ -44,8 +44,13 @@ class Extension:
     serves: tuple[str, ...] = ()
     # fields of a request's ``custom_params`` that nobody else heeds
     takes: tuple[str, ...] = ()
+    # fields of ``meta_info`` that it fills in, each with one value for a request
+    answers: tuple[str, ...] = ()
     # rows of ``Capabilities`` that a server without this extension refuses
     offers: tuple[str, ...] = ()
+    # commands of ``sglang-inflight``: "module:function" by the command's name. They may run without
+    # a server, so the setting does not matter
+    commands: Mapping[str, str] = field(default_factory=dict)
     # names of the extensions that this one imports
     requires: tuple[str, ...] = ()
     # reads settings

@@ -6,6 +6,7 @@ take such calls, and answer in SGLang's form.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +30,8 @@ from sglang_inflight.hooking import (
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.joints import Joint
 from sglang_inflight.late_import import when_imported
-from sglang_inflight.messages import KV_VERSIONS, RECORDS
+from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.settings import extensions_on
 from sglang_inflight.sglang_types import get_context
 from sglang_inflight.vocabulary.bodies import Body, NameBody
 from sglang_inflight.vocabulary.calls import TABLE, Call
@@ -197,14 +199,18 @@ def take_values_of_requests(
 ) -> None:
     """Store one value per request. SGLang would take it for a list with a value per token."""
     rest = dict(customized_info)
-    for key in _OF_REQUESTS:
+    for key in _of_requests():
         values = rest.pop(key, None)
         if values is not None and values[index] is not None and not as_sglang_writes_them():
             meta_info[key] = values[index]
     accumulate(tm, meta_info, state, rest, index, *args)
 
 
-_OF_REQUESTS = (KV_VERSIONS, RECORDS)
+@functools.cache
+def _of_requests() -> tuple[str, ...]:
+    """Return the fields of ``meta_info`` with one value for a request."""
+    return KV_VERSIONS, *(name for extension in extensions_on() for name in extension.answers)
+
 
 hook_each(
     __name__,

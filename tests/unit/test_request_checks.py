@@ -230,7 +230,9 @@ def test_architecture_lists_the_checks_in_order(monkeypatch: pytest.MonkeyPatch)
     assert said == [(name, check.__name__) for name, each in lists.items() for check in each]
 
 
-@pytest.mark.parametrize("name", ["max_version_lag", "min_epoch", "weight_version"])
+@pytest.mark.parametrize(
+    "name", ["max_version_lag", "min_epoch", "weight_version", "forced_token_ids", "kv_lease_s"]
+)
 def test_field_whose_extension_is_off_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

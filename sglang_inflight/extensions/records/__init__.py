@@ -10,4 +10,5 @@ EXTENSION = Extension(
         "sglang_inflight.extensions.records.captured",
         "sglang_inflight.extensions.records.checks",
     ),
+    answers=("records",),
 )

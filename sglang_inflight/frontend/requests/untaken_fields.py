@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from sglang_inflight.extension import all_extensions
 from sglang_inflight.settings import extensions_on
 from sglang_inflight.vocabulary.contracts import FIELDS, MAX_VERSION_LAG, custom_param
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 @functools.cache
 def _untaken() -> tuple[str, ...]:
     taken = {name for extension in extensions_on() for name in extension.takes}
-    return tuple(name for name in (*FIELDS, MAX_VERSION_LAG) if name not in taken)
+    # the core knows some fields of extensions that may not be installed
+    known = {*FIELDS, MAX_VERSION_LAG, *(n for each in all_extensions() for n in each.takes)}
+    return tuple(sorted(known - taken))
 
 
 def refuse_untaken_fields(params: SamplingParams, vocab_size: int) -> None:
