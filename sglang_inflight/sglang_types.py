@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         disagg.Disagg,
         exec_.ExecDllm,
         exec_.ExecGraph,
+        exec_.ExecKernel,
         exec_.ExecMoe,
         exec_.ExecOffload,
         lora.Lora,
@@ -122,6 +123,9 @@ if TYPE_CHECKING:
 
         @property
         def features(self) -> exec_.ExecFeatures: ...
+
+        @property
+        def deterministic(self) -> exec_.ExecDeterministic: ...
 
         @property
         def dllm(self) -> exec_.ExecDllm: ...
