@@ -21,6 +21,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 import msgspec
+from sglang.srt.arg_groups.choices import BUILT_IN_SAMPLING_BACKENDS
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import attn_dp_enabled_of
@@ -82,6 +83,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         keep_weights=queue and f"memory cannot be released while requests wait: {queue}",
         move_adapters=_why_not_moved(args, queue),
         pin=_why_not_pinned(args, queue, fence),
+        forced_tokens=_why_not_forced(args),
     )
 
 
@@ -318,6 +320,26 @@ def _why_not_pinned(args: ServerArgs, queue: str | None, fence: str | None) -> s
             return (
                 f"a request cannot name the version of its weights with {what}: nobody tried both"
             )
+    return None
+
+
+def _why_not_forced(args: ServerArgs) -> str | None:
+    """Return why a request cannot be given its tokens, or None."""
+    if not any("forced_tokens" in extension.offers for extension in extensions_on()):
+        return "a request cannot be given its tokens: the extension for that is off"
+    others = {
+        "speculative decoding, whose drafts propose several tokens at once": (
+            args.speculative_algorithm is not None
+        ),
+        "--dllm-algorithm, which makes blocks of tokens": args.dllm_algorithm is not None,
+        "--disaggregation-mode: nobody tried both": args.disaggregation_mode != "null",
+        f"--sampling-backend {args.sampling_backend}, which brings a sampler of its own": (
+            args.sampling_backend not in (None, *BUILT_IN_SAMPLING_BACKENDS)
+        ),
+    }
+    for what, is_so in others.items():
+        if is_so:
+            return f"a request cannot be given its tokens with {what}"
     return None
 
 

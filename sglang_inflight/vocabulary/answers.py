@@ -230,6 +230,8 @@ class Capabilities(Answer, frozen=True, kw_only=True):
     move_adapters: str | None = None
     # requests that name the version of their tokens' weights
     pin: str | None = None
+    # requests that emit given tokens
+    forced_tokens: str | None = None
 
 
 class State(PauseStatus, frozen=True, kw_only=True):

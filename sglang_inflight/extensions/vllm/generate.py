@@ -77,7 +77,6 @@ _NO_SAMPLING = (
     "repetition_detection",
     "structured_outputs",
     "thinking_token_budget",
-    "trace_decode_token_ids",
 )
 
 
@@ -118,7 +117,8 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
     repetition_detection: Any = None
     structured_outputs: Any = None
     thinking_token_budget: Any = None
-    trace_decode_token_ids: Any = None
+    # the tokens of the answer, as far as the context has room for them
+    trace_decode_token_ids: list[Count] | None = None
 
     def for_sglang(self) -> dict[str, Any]:
         """Return SGLang's parameters. Raises ``NotOffered`` for parameters without equivalent."""
@@ -264,6 +264,10 @@ class Generate:
         sampling = body.sampling_params
         prompts: list[int] | list[list[int]] = body.token_ids
         params: Any = sampling.for_sglang()
+        if trace := sampling.trace_decode_token_ids:
+            room = self._tokenizer_manager.context_len - len(body.token_ids)
+            forced = {"forced_token_ids": trace[: max(room, 0)]}
+            params["custom_params"] = (sampling.extra_args or {}) | forced
         if sampling.n > 1 and sampling.seed is not None:
             # SGLang gives all samples one seed, so they would be equal; vLLM counts on from it
             prompts = [body.token_ids] * sampling.n

@@ -106,6 +106,23 @@ def test_logprobs_have_the_asked_number_of_tops(vllm_server: Server, count: int)
         assert values == sorted(values, reverse=True)
 
 
+def test_traced_tokens_are_emitted_and_scored(vllm_server: Server) -> None:
+    trace = prompt(6)
+    sampling = {"trace_decode_token_ids": trace, "max_tokens": 2, "logprobs": 1}
+    (choice,) = generate(vllm_server, sampling_params=sampling)["choices"]
+    assert choice["token_ids"] == trace
+    assert choice["finish_reason"] == "length"
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == trace
+
+
+def test_trace_ends_with_the_context(vllm_server: Server) -> None:
+    long, trace = prompt(marker.CONFIG["max_position_embeddings"] - 8), prompt(20)  # type: ignore[operator]
+    sampling = {"trace_decode_token_ids": trace}
+    (choice,) = generate(vllm_server, token_ids=long, sampling_params=sampling)["choices"]
+    assert 0 < len(choice["token_ids"]) <= 8
+    assert choice["token_ids"] == trace[: len(choice["token_ids"])]
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_prompt_logprobs_list_the_token_first(vllm_server: Server, count: int) -> None:
     """prime-rl reads the first entry of each position, SkyRL looks the token up."""

@@ -1,0 +1,59 @@
+"""Given tokens on servers of several ranks, which sample them on one or on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.marker import token
+from harness.server import Server
+from tests.extensions.forced.test_forced import LIVE, LONG, emit, expect_emitted
+from tests.support.load import pause, prompt, resume, start, update, versions_of
+from tests.support.plugins import with_plugin
+from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool
+
+_COMMON = (
+    "--chunked-prefill-size", str(CHUNK),
+    "--max-running-requests", str(MAX_RUNNING),
+    "--weight-version", "v0",
+)  # fmt: skip
+FLAVOURS |= {
+    "forced_ranks": Flavour((*_COMMON, "--tp-size", "2")),
+    "forced_stages": Flavour((*_COMMON, "--pp-size", "2", "--pp-async-batch-depth", "1")),
+    "forced_attention_dp": Flavour(
+        (*_COMMON, "--tp-size", "2", "--attn-dp-size", "2"), with_plugin("attention_dp")
+    ),
+}
+
+
+@pytest.fixture(params=["forced_ranks", "forced_stages", "forced_attention_dp"])
+def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
+
+
+def test_requests_of_all_ranks_emit_their_own_tokens(server: Server) -> None:
+    given = [prompt(length) for length in (5, 30, 61, 17)]
+    sampling = start(server, 2, tokens=50)
+    generations = [emit(server, tokens, 7) for tokens in given]
+    for generation, tokens in zip(generations, given, strict=True):
+        output = expect_emitted(generation, tokens)
+        assert output.tokens[len(tokens) :] == 7 * [token(0)]
+    for other in sampling:
+        assert other.output().tokens == 50 * [token(0)]
+
+
+def test_given_tokens_go_on_across_a_retraction_and_a_commit(
+    server: Server, checkpoints: Path
+) -> None:
+    tokens = prompt(LONG // 4)
+    generation = emit(server, tokens, 5, input_ids=prompt(CHUNK + 9))
+    generation.wait_for_tokens(3)
+    pause(server, "retract")
+    update(server, checkpoints, 1, kv_cache="recompute", **LIVE)
+    resume(server)
+    output = expect_emitted(generation, tokens)
+    assert output.tokens[len(tokens) :] == 5 * [token(1)]
+    assert versions_of(output) == ["v0", "v1"]
