@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import typer
 
 from sglang_inflight.cli import fleet, local, remote
+from sglang_inflight.extension import all_extensions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 update = typer.Typer(no_args_is_help=True, help="Change the weights of a running server.")
@@ -24,3 +27,7 @@ app.add_typer(update, name="update")
 update.command("disk")(remote.update_disk)
 app.command()(remote.rollback)
 app.command()(fleet.fleet)
+for _extension in all_extensions():
+    for _name, _place in _extension.commands.items():
+        _module, _, _function = _place.partition(":")
+        app.command(_name)(getattr(importlib.import_module(_module), _function))

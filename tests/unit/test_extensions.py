@@ -138,8 +138,9 @@ def test_package_without_an_extensions_folder_has_all_other_hooks(
     others = [module for module in hook_modules() if extension_of(module) not in left_out]
     hooks = [[target, kind.name] for target, _, kind in hooks_of(others)]
     assert sorted(copies[name]["hooks"]) == sorted(hooks)
-    # their own settings switch on ``transparent`` and ``vllm``
-    assert {*copies[name]["on"]} == BY_NAME.keys() - left_out - {"transparent", "vllm"}
+    # their own settings switch on three of them
+    by_setting = {"replay", "transparent", "vllm"}
+    assert {*copies[name]["on"]} == BY_NAME.keys() - left_out - by_setting
 
 
 @pytest.mark.parametrize(
