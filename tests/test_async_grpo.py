@@ -58,4 +58,6 @@ def test_async_grpo_example_trains_and_reports(pool: ServerPool, tmp_path: Path)
         assert sum(result["ages"].values()) == result["tokens_trained"]
         assert len(result["steps"]) == 2
         assert len(result["curve"]) == 3
+        assert result["replayed"]["rollouts"] == result["replayed"]["equal"] == 10
+        assert result["mismatch"]["0"] < 1e-3
     assert results[0]["ages"].keys() == {"0"}

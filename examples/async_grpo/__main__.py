@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps=options.steps,
         sharded=options.sharded,
         turns=options.turns,
+        replays=options.replays,
     )
     torch.set_num_threads(THREADS)
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
@@ -94,6 +95,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="AGE",
         help="run in flight with KV of at most this many versions; any: of any age",
+    )
+    parser.add_argument(
+        "--replays", type=int, default=10, help="answers of each run that are made again"
     )
     parser.add_argument(
         "--teaching", type=_count, default=TEACHING_STEPS, help="steps that make the base model"
@@ -159,7 +163,12 @@ def _run_all(
         )
         show(bar, 1, 1)
         served = start_server(
-            base.folder, name="model", version="0", log=logs / "server.log", more=SERVER
+            base.folder,
+            name="model",
+            version="0",
+            log=logs / "server.log",
+            more=SERVER,
+            env={"SGLANG_INFLIGHT_REPLAY": "1"},
         )
         with portal.wrap_async_context_manager(served) as server:
             for seed in range(options.seeds):

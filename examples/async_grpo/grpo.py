@@ -47,8 +47,31 @@ class Step(NamedTuple):
     clipped: float
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Sample]]) -> Step:
-    """Make one step of ``optimizer`` by groups of answers, each group to one question."""
+class Mismatch(NamedTuple):
+    """Distances of the trainer's log-probabilities from the server's: a count, and their sum."""
+
+    tokens: int
+    nats: float
+
+    def __add__(self, other: Any) -> Mismatch:
+        return Mismatch(self.tokens + other.tokens, self.nats + other.nats)
+
+
+NO_TOKENS = Mismatch(0, 0.0)
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[Sample]],
+    *,
+    version: int,
+) -> tuple[Step, dict[int, Mismatch]]:
+    """Make one step of ``optimizer`` by groups of answers, each group to one question.
+
+    ``model`` has been trained for ``version`` steps. Return the mismatch by how many versions a
+    token is behind, too.
+    """
     weighted = [
         (sample, advantage)
         for group in groups
@@ -58,6 +81,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequenc
     ]
     tokens = sum(len(sample.answer) for sample, _ in weighted)
     total, ratio_off, clipped = 0.0, 0.0, 0
+    mismatch: dict[int, Mismatch] = {}
     optimizer.zero_grad()
     for part in of_like_length(weighted, parts=PARTS, length=lambda row: len(row[0].answer)):
         samples = [sample for sample, _ in part]
@@ -72,9 +96,12 @@ def train(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequenc
         total += loss.item()
         ratio_off += (ratio.detach() - 1).abs().sum().item()
         clipped += int((ratio != bounded).sum())
+        ages = [version - made_by for sample in samples for made_by in sample.versions]
+        for age, nats in zip(ages, (new.detach() - old).abs().tolist(), strict=True):
+            mismatch[age] = mismatch.get(age, NO_TOKENS) + Mismatch(1, nats)
     torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
     optimizer.step()
-    return Step(total, ratio_off / tokens, clipped / tokens)
+    return Step(total, ratio_off / tokens, clipped / tokens), mismatch
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:

@@ -33,6 +33,7 @@ HEADS = (
     "steps", "tokens made", "thrown away", "too old", "recomputed",
     "versions behind", "stood still",
     "logprobs off by", "mislabelled", "labels one off would show in", "off fresh KV's, mean",
+    "made again, equal",
 )  # fmt: skip
 
 
@@ -64,6 +65,8 @@ class Row(NamedTuple):
     checked: int
     noticeable: int
     off_fresh: float
+    replayed: int
+    replayed_equal: int
 
 
 def time_to(curve: Sequence[tuple[float, int, float]], reward: float) -> float | None:
@@ -89,6 +92,7 @@ def make_table(results: Sequence[Result]) -> list[Row]:
         ages = sum((Counter(run.ages) for run in runs), Counter[int]())
         checks = [run.labels for run in runs if run.labels is not None]
         costs = [run.kv_cost.mean for run in runs if run.kv_cost is not None]
+        replays = [run.replayed for run in runs if run.replayed is not None]
         rows.append(
             Row(
                 way=way,
@@ -111,6 +115,8 @@ def make_table(results: Sequence[Result]) -> list[Row]:
                 checked=sum(check.tokens for check in checks),
                 noticeable=sum(check.noticeable for check in checks),
                 off_fresh=mean(costs) if costs else 0.0,
+                replayed=sum(each.rollouts for each in replays),
+                replayed_equal=sum(each.equal for each in replays),
             )
         )
     return rows
@@ -128,6 +134,7 @@ def cells(row: Row) -> list[str]:
         f"{row.recomputed:,.0f}", f"{row.behind:.1f}", f"{row.still:.1f} s",
         f"{row.largest:.0e}", f"{row.mislabelled} of {row.checked:,}",
         f"{row.noticeable:,}", f"{row.off_fresh:.1e}",
+        f"{row.replayed_equal} of {row.replayed}" if row.replayed else "-",
     ]  # fmt: skip
 
 
@@ -238,6 +245,21 @@ def draw(folder: Path, results: Sequence[Result], rows: Sequence[Row]) -> Iterat
             label=way,
         )
     axes.set(xlabel="versions behind the trainer", ylabel="share of the tokens")
+    axes.legend()
+    yield _save(picture)
+
+    title = "How far sampled log-probabilities are from the trainer's, by the tokens' age"
+    picture, axes = _new(folder, "mismatch", title)
+    for way in ways:
+        for number, run in enumerate(result for result in results if result.way == way):
+            axes.plot(
+                [int(age) for age in run.mismatch],
+                list(run.mismatch.values()),
+                color=COLOURS.get(way, OTHER),
+                label=None if number else way,
+                marker="o",
+            )
+    axes.set(xlabel="versions behind the trainer", ylabel="mean distance, nats", ylim=(0, None))
     axes.legend()
     yield _save(picture)
 

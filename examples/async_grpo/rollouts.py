@@ -59,8 +59,12 @@ class Rollouts:
         group_size: int,
         max_version_lag: int,
         turns: int = 1,
+        kept: int = 0,
     ) -> None:
-        """``turns``: questions of a conversation. Each turn makes a group of its own."""
+        """``turns``: questions of a conversation. Each turn makes a group of its own.
+
+        ``kept``: how many answers are recorded and kept, picked at random.
+        """
         self.tokens = Tokens()
         self._url = url
         self._rng = random.Random(seed)
@@ -68,8 +72,15 @@ class Rollouts:
         self._sampling = {
             "temperature": 1.0,
             "max_new_tokens": MAX_TOKENS,
-            "custom_params": {"max_version_lag": max_version_lag},
+            "custom_params": {
+                "max_version_lag": max_version_lag,
+                **({"record": "replay"} if kept else {}),
+            },
         }
+        # files of ``sglang-inflight replay``, one for each answer
+        self.kept: list[dict[str, Any]] = []
+        self._most_kept, self._ended = kept, 0
+        self._pick = random.Random(seed)
         self._finished: queue.Queue[Group | BaseException] = queue.Queue()
         self._loop = asyncio.new_event_loop()
         self._allowed = asyncio.Semaphore(0)
@@ -164,11 +175,21 @@ class Rollouts:
             reason = answer.meta["finish_reason"]
             if reason["type"] != "abort":
                 samples[place] = answer.as_sample(question, prompt)
+                self._keep(answer, prompt)
             elif "max_version_lag" in (reason.get("message") or ""):
                 self.tokens.outdated += len(answer.tokens)
             else:
                 self.tokens.thrown_away += len(answer.tokens)
         return samples
+
+    def _keep(self, answer: _Partial, prompt: list[int]) -> None:
+        """Keep each answer with the same probability, however many will come."""
+        self._ended += 1
+        place = len(self.kept)
+        if place == self._most_kept:
+            place = self._pick.randrange(self._ended)
+        if place < self._most_kept:
+            self.kept[place : place + 1] = [answer.as_recorded(prompt)]
 
 
 @dataclass
@@ -186,6 +207,16 @@ class _Partial:
         # an answer that ends in the queue has none
         self.logprobs += [entry[0] for entry in self.meta.get("output_token_logprobs") or ()]
         return len(chunk["output_ids"])
+
+    def as_recorded(self, prompt: list[int]) -> dict[str, Any]:
+        logprobs = [[logprob] for logprob in self.logprobs]
+        return {
+            "request": {"input_ids": prompt},
+            "answer": {
+                "output_ids": self.tokens,
+                "meta_info": {**self.meta, "output_token_logprobs": logprobs},
+            },
+        }
 
     def as_sample(self, question: task.Question, prompt: list[int]) -> Sample:
         versions = [int(version) for version in version_per_token(self.meta)]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from examples.async_grpo import grpo, task
+from examples.async_grpo.again import Replayed, replay
 from examples.async_grpo.evaluation import expected_reward
 from examples.async_grpo.labels import KVCost, LabelCheck, check_labels, measure_kv_cost
 from examples.async_grpo.model import Weights, served_weights, with_weights
@@ -56,6 +57,8 @@ class Settings:
     sharded: bool = False
     # questions of a conversation
     turns: int = 1
+    # answers that are made again after the run, on a server with SGLANG_INFLIGHT_REPLAY
+    replays: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Result:
     steps: list[StepRecord] = field(default_factory=list)
     # tokens trained on, by how many versions they were behind
     ages: dict[int, int] = field(default_factory=dict)
+    # their log-probabilities' mean distance from the trainer's, in nats, the same way
+    mismatch: dict[int, float] = field(default_factory=dict)
     tokens_made: int = 0
     tokens_trained: int = 0
     tokens_thrown_away: int = 0
@@ -100,6 +105,7 @@ class Result:
     tokens_prefilled: int = 0
     labels: LabelCheck | None = None
     kv_cost: KVCost | None = None
+    replayed: Replayed | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,6 +124,7 @@ class _Trainer:
         )
         self._step = 0
         self._ages: Counter[int] = Counter()
+        self._mismatch: dict[int, grpo.Mismatch] = {}
 
     def train(
         self,
@@ -136,9 +143,11 @@ class _Trainer:
             if batch is None:
                 break
             collected = time.monotonic()
-            learned = grpo.train(self._model, self._optimizer, batch)
+            learned, mismatch = grpo.train(self._model, self._optimizer, batch, version=self._step)
             trained = time.monotonic()
             self._ages += grpo.count_ages(batch, self._step)
+            for age, found in mismatch.items():
+                self._mismatch[age] = self._mismatch.get(age, grpo.NO_TOKENS) + found
             self._step += 1
             weights = self.versions[self._step] = served_weights(self._model)
             changed = update(weights, self._step)
@@ -162,6 +171,9 @@ class _Trainer:
             )
         self._result.seconds = time.monotonic() - start
         self._result.ages = dict(sorted(self._ages.items()))
+        self._result.mismatch = {
+            age: found.nats / found.tokens for age, found in sorted(self._mismatch.items())
+        }
 
     def _collect(
         self, rollouts: Rollouts, start: float, on_progress: Callable[[float], None]
@@ -206,6 +218,7 @@ def run(
         group_size=settings.group_size,
         max_version_lag=settings.max_version_lag,
         turns=settings.turns,
+        kept=settings.replays,
     )
     with Client(url) as client, _sender(client, way, sharded=settings.sharded) as sender:
 
@@ -224,6 +237,8 @@ def run(
     _count(result, rollouts.tokens, start, end)
     httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
 
+    if settings.replays:
+        result.replayed = replay(url, rollouts.kept, trainer.versions)
     # which KV a token read can be told from its label alone if all KV is kept, or none
     if not way.kept_kv and settings.turns == 1:
         result.labels = check_labels(

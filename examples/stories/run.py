@@ -12,6 +12,7 @@ import httpx
 import torch
 from rich.console import Console
 
+from examples.stories.again import check_again
 from examples.stories.checks import Check, check_all
 from examples.stories.corpus import with_chat_template
 from examples.stories.gaps import median_gap
@@ -55,7 +56,14 @@ async def run(console: Console, cache: Path, *, tokens: int | None, logs: Path) 
             await models.ready["base"]
             loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, models.base))
             async with start_server(
-                models.base, name=MODEL_NAME, version=BASE_VERSION, log=logs / "server.log"
+                models.base,
+                name=MODEL_NAME,
+                version=BASE_VERSION,
+                log=logs / "server.log",
+                # a chunk has its own tokens alone
+                more=("--incremental-streaming-output",),
+                # the last check makes a story again
+                env={"SGLANG_INFLIGHT_REPLAY": "1"},
             ) as server:
                 screen.say(f"the server serves {BASE_VERSION}{_on_this_cpu()}")
                 async with start_trainer(
@@ -93,7 +101,9 @@ async def _update_and_check(
             pacing = Pacing.at(step_s, longest)
         else:
             pacing = Pacing.over(tokens)
-        streams = Streams([Story(*title) for title in titles], pacing.tokens)
+        recorded, *others = [Story(*title) for title in titles]
+        recorded.is_recorded = True
+        streams = Streams([recorded, *others], pacing.tokens)
         results = await update_while_streaming(
             http,
             client,
@@ -103,9 +113,14 @@ async def _update_and_check(
             sampling=bound(pacing.tokens),
             screen=screen,
         )
+        screen.say(f"{recorded.title!r} is told again, with the commits between the same tokens")
+        checkpoints = {BASE_VERSION: models.base}
+        checkpoints |= {result.update.version: result.update.checkpoint for result in results}
+        again = await asyncio.to_thread(check_again, url, recorded, checkpoints)
     checks = check_all(
         streams.stories, results, base_version=BASE_VERSION, tokens=pacing.tokens, decode=decode
     )
+    checks.append(again)
     return Outcome(streams.stories, pacing.tokens, results, checks, decode)
 
 

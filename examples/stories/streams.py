@@ -22,6 +22,10 @@ class Story:
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    # of a recorded story
+    logprobs: list[list[Any]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    is_recorded: bool = False
     arrivals: list[float] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
@@ -31,17 +35,19 @@ class Story:
         return self.finish_reason is not None or self.error is not None
 
     def take(self, chunk: dict[str, Any]) -> None:
-        """Take a chunk: it holds either all output tokens so far, or only the new ones."""
+        """Take a chunk, which holds the tokens since the one before."""
         if "error" in chunk:
             self.error = str(chunk["error"])
             return
         meta = chunk["meta_info"]
         so_far = meta["completion_tokens"]
-        if len(chunk["output_ids"]) == so_far:
-            self.ids = list(chunk["output_ids"])
-        else:
-            self.ids += chunk["output_ids"]
+        self.ids += chunk["output_ids"]
+        if len(self.ids) != so_far:
+            self.error = f"{len(self.ids)} tokens have come, and the server counts {so_far}"
+            return
         self.spans = read_spans(meta) or self.spans
+        self.logprobs += meta.get("output_token_logprobs") or ()
+        self.meta = meta
         self.finish_reason = meta.get("finish_reason")
         self.arrivals.append(time.monotonic())
 
@@ -72,6 +78,9 @@ class Streams:
         self, client: httpx.AsyncClient, story: Story, sampling: dict[str, Any]
     ) -> None:
         body = {"input_ids": story.prompt_ids, "sampling_params": sampling, "stream": True}
+        if story.is_recorded:
+            recorded = {**sampling, "custom_params": {"record": "replay"}}
+            body |= {"sampling_params": recorded, "return_logprob": True}
         try:
             async with client.stream("POST", "/generate", json=body) as response:
                 if response.is_error:

@@ -111,10 +111,14 @@ def test_ratio_of_each_token_is_to_the_version_that_sampled_it(
             expected -= min(ratio * advantage, bounded * advantage) / tokens
             off += abs(ratio - 1) / tokens
             clipped += ratio != bounded
-    step = grpo.train(model, torch.optim.SGD(model.parameters(), lr=0.0), [group])
+    step, mismatch = grpo.train(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), [group], version=2
+    )
     assert step.loss == pytest.approx(expected, rel=1e-4)
     assert step.ratio_off == pytest.approx(off, rel=1e-4)
     assert step.clipped == pytest.approx(clipped / tokens)
+    assert {age: found.tokens for age, found in mismatch.items()} == {2: 3, 1: 10, 0: 5}
+    assert mismatch[0].nats / 5 < 1e-4 < mismatch[1].nats / 10
     # tokens of the newest version are on policy
     assert step.ratio_off > 0
     newest = grpo.answer_logprobs(model, group[:1])[7:].tolist()
@@ -124,7 +128,7 @@ def test_ratio_of_each_token_is_to_the_version_that_sampled_it(
 def test_step_makes_the_better_answer_more_likely(versions: dict[int, Weights], model: Any) -> None:
     group = [across_versions(versions, [0, 0, 5], 1.0), across_versions(versions, [0, 0, 7], 0.0)]
     before = [float(part.sum()) for part in _logprobs(model, group)]
-    grpo.train(model, torch.optim.SGD(model.parameters(), lr=0.05), [group])
+    grpo.train(model, torch.optim.SGD(model.parameters(), lr=0.05), [group], version=1)
     after = [float(part.sum()) for part in _logprobs(model, group)]
     assert after[0] > before[0]
     assert after[1] < before[1]
