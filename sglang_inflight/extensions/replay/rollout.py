@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang_inflight.client.spans import Span, read_spans
+from sglang_inflight.extensions.trails.prompts import digest_of
 from sglang_inflight.vocabulary.errors import Refused
 
 # records of each position, which a repetition compares if the answer has them
@@ -173,8 +172,3 @@ def read_rollout(answer: Any, request: Mapping[str, Any], name: str) -> Rollout:
 
 def rows_of(meta: Mapping[str, Any]) -> dict[str, str]:
     return {name: rows for name in ROWS if isinstance(rows := meta.get(name), str)}
-
-
-def digest_of(tokens: Sequence[int]) -> str:
-    """Return 16 hex digits of the tokens' SHA-256, each in 4 bytes, the lowest first."""
-    return hashlib.sha256(array("i", tokens).tobytes()).hexdigest()[:16]

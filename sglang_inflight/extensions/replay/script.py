@@ -1,4 +1,4 @@
-"""What a repeated request must go through. Imports no SGLang.
+"""Scripts: prefills and pauses that a repeated request must go through. Imports no SGLang.
 
 A position is a number of tokens that launched forwards have computed, as in a trail
 (``extensions/trails/trails.py``).

@@ -1,4 +1,4 @@
-"""What a server's numbers depend on, besides weights: code, device, and arguments."""
+"""Fingerprints of servers: code, device and arguments, on which their numbers depend."""
 
 from __future__ import annotations
 

@@ -16,15 +16,13 @@ Only the scheduler's thread runs this module.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.extensions.trails import RECORD, REPLAY
 from sglang_inflight.extensions.trails.fingerprint import fingerprint
+from sglang_inflight.extensions.trails.prompts import digest_of
 from sglang_inflight.hooking import AFTER, BEFORE, REQ, SCHEDULER, hook
 from sglang_inflight.scheduler.controller import COMMITS, ENTRIES, PARTS, Controller
 from sglang_inflight.scheduler.outputs import OUTPUTS
@@ -61,7 +59,7 @@ _NORMALIZED = {"stop": "stop_strs", "stop_regex": "stop_regex_strs"}
 
 @dataclass(slots=True)
 class Trail:
-    """What happened to one request."""
+    """Events of one request, and its position."""
 
     is_wanted: bool = False
     events: list[list[Any]] = field(default_factory=list)
@@ -183,11 +181,6 @@ class Trails:
 
 def trail_of(req: Req) -> Trail:
     return record_of(req).part(Trail)
-
-
-def digest_of(tokens: Sequence[int]) -> str:
-    """Return 16 hex digits of the tokens' SHA-256, each in 4 bytes, the lowest first."""
-    return hashlib.sha256(array("i", tokens).tobytes()).hexdigest()[:16]
 
 
 def deciding(params: SamplingParams) -> dict[str, Any]:

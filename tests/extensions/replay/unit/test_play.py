@@ -16,10 +16,10 @@ from sglang_inflight.extensions.replay.compare import (
     mismatch,
 )
 from sglang_inflight.extensions.replay.play import Played, Stop, prefills, stops
-from sglang_inflight.extensions.replay.rollout import Record, Rollout, digest_of, read_rollouts
+from sglang_inflight.extensions.replay.rollout import Record, Rollout, read_rollouts
 from sglang_inflight.extensions.replay.script import read_script
 from sglang_inflight.extensions.replay.start import arguments_of
-from sglang_inflight.extensions.trails.trails import digest_of as digest_on_the_server
+from sglang_inflight.extensions.trails.prompts import digest_of
 from sglang_inflight.vocabulary.errors import Refused
 
 PROMPT = [5, 6, 7]
@@ -120,10 +120,6 @@ def test_prefix_ends_where_the_prefill_began() -> None:
     kv = [Span("v7", 0, 1, 7), Span("v8", 1, 9, 8)]
     assert rollout([1], None, [[PREFILL, 2, 3]], kv).prefix == [("v7", 7, 1), ("v8", 8, 2)]
     assert rollout([1], None, [[PREFILL, 0, 3]], kv).prefix == []
-
-
-def test_both_sides_digest_a_prompt_alike() -> None:
-    assert digest_of(PROMPT) == digest_on_the_server(PROMPT)
 
 
 def test_first_difference_counts_missing_tokens() -> None:
