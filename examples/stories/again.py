@@ -7,9 +7,9 @@ from pathlib import Path
 
 from examples.stories.checks import Check
 from examples.stories.streams import Story
-from sglang_inflight.extensions.replay.compare import compare
-from sglang_inflight.extensions.replay.play import Played, Stage
-from sglang_inflight.extensions.replay.rollout import Rollout, read_rollout
+from sglang_inflight.extensions.replay.compare import compare, mismatch
+from sglang_inflight.extensions.replay.play import Stage
+from sglang_inflight.extensions.replay.rollout import read_rollout
 from sglang_inflight.vocabulary.errors import InflightError
 
 # How much farther the same tokens are under one version alone. The story was told beside three
@@ -38,7 +38,11 @@ def check_again(url: str, story: Story, checkpoints: Mapping[str, Path]) -> Chec
         return Check(claim, holds=False, detail=str(error))
     # commits and digests were as recorded, and each token and its KV have the same versions
     verdict = compare(rollout, again, None, float("inf"))
-    near, far = mean_distance(rollout, again), mean_distance(rollout, alone)
+    assert rollout.logprobs is not None
+    together = [story.title] * verdict.tokens
+    near, far = (
+        mismatch(together, rollout.logprobs, played.logprobs)[0].mean for played in (again, alone)
+    )
     detail = f"{verdict.tokens} tokens, {verdict.commits} commits; {near:.1g} nats apart"
     return Check(
         claim,
@@ -47,9 +51,3 @@ def check_again(url: str, story: Story, checkpoints: Mapping[str, Path]) -> Chec
         if verdict.is_equal
         else str(verdict),
     )
-
-
-def mean_distance(rollout: Rollout, played: Played) -> float:
-    assert rollout.logprobs is not None
-    pairs = zip(rollout.logprobs, played.logprobs, strict=True)
-    return sum(abs(a - b) for a, b in pairs) / len(rollout.logprobs)

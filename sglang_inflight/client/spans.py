@@ -67,6 +67,11 @@ def version_per_token(meta_info: Mapping[str, Any]) -> list[str]:
     tokens = meta_info["completion_tokens"]
     if not cover_exactly(spans, tokens):
         raise WrongAnswer(f"these spans do not cover {tokens} tokens exactly: {spans}")
+    return names_by_token(spans)
+
+
+def names_by_token(spans: Iterable[Span]) -> list[str]:
+    """Return the version of each token, or of each position, of spans without gaps."""
     return [span.version for span in spans for _ in range(span.start, span.end)]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.extensions.contracts.version_waits import demands_of
 from sglang_inflight.frontend.requests.asked import Asked
 from sglang_inflight.frontend.requests.checks import AT_THE_DOOR, MESSAGE, PARAMETERS
-from sglang_inflight.frontend.requests.values import Prompt, read_if_active
+from sglang_inflight.frontend.requests.values import Prompt, read_count
 from sglang_inflight.sglang_types import get_disagg, get_exec
 from sglang_inflight.vocabulary.contracts import MAX_VERSION_LAG, read_contract
 from sglang_inflight.vocabulary.errors import Refused
@@ -37,11 +37,7 @@ def check_max_version_lag(params: SamplingParams, vocab_size: int) -> None:
 
     Raise also if this server runs without us: no scheduler would enforce the limit.
     """
-    most = read_if_active(params, MAX_VERSION_LAG)
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise ValueError(
-            f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
-        )
+    read_count(params, MAX_VERSION_LAG)
 
 
 @MESSAGE.join(order=40)

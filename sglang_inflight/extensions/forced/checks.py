@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_inflight import capabilities
 from sglang_inflight.extensions.forced import FORCED_TOKEN_IDS, SAMPLE_AFTER_FORCED
 from sglang_inflight.frontend.requests.checks import MESSAGE, PARAMETERS
-from sglang_inflight.frontend.requests.values import Prompt, read_if_active
+from sglang_inflight.frontend.requests.values import Prompt, is_whole, read_count, read_if_active
 from sglang_inflight.vocabulary.contracts import custom_param
 
 if TYPE_CHECKING:
@@ -24,11 +24,7 @@ def check_forced_tokens(params: SamplingParams, vocab_size: int) -> None:
     that is not whole, or below 0.
     """
     forced = read_if_active(params, FORCED_TOKEN_IDS)
-    more = read_if_active(params, SAMPLE_AFTER_FORCED)
-    if more is not None and not (_is_whole(more) and more >= 0):
-        raise ValueError(
-            f"custom_params.{SAMPLE_AFTER_FORCED} must be a whole number, 0 or more; got {more!r}"
-        )
+    more = read_count(params, SAMPLE_AFTER_FORCED)
     if forced is None:
         if more is not None:
             raise ValueError(f"custom_params.{SAMPLE_AFTER_FORCED} needs {FORCED_TOKEN_IDS}")
@@ -36,7 +32,7 @@ def check_forced_tokens(params: SamplingParams, vocab_size: int) -> None:
     if not isinstance(forced, list) or not forced:
         raise ValueError(f"custom_params.{FORCED_TOKEN_IDS} must be a list of token ids")
     for place, token in enumerate(forced):
-        if not _is_whole(token) or not 0 <= token < vocab_size:
+        if not is_whole(token) or not 0 <= token < vocab_size:
             raise ValueError(
                 f"custom_params.{FORCED_TOKEN_IDS}[{place}] must be a token id from 0 to "
                 f"{vocab_size - 1}; got {token!r}"
@@ -61,7 +57,3 @@ def require_forcible(frontend: Frontend, prompt: Prompt) -> None:
             f"custom_params.{FORCED_TOKEN_IDS}: {tokens} tokens of the prompt and "
             f"{params.max_new_tokens} new ones are more than the context's {room}"
         )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

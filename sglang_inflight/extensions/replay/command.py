@@ -6,7 +6,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +15,8 @@ import typer
 from sglang_inflight.cli.output import print_table, start_table
 from sglang_inflight.cli.remote import ApiKey, exit_codes
 from sglang_inflight.extensions.replay.examine import Report, examine
-from sglang_inflight.extensions.replay.play import Stage
-from sglang_inflight.extensions.replay.rollout import Rollout, read_rollouts
+from sglang_inflight.extensions.replay.play import Stage, checkpoint_of
+from sglang_inflight.extensions.replay.rollout import Rollout, read_json, read_rollouts
 from sglang_inflight.extensions.replay.start import arguments_of, started
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -100,13 +100,10 @@ def stages(
         group = list(of_kind)
         record = group[0].record
         version = record.version(record.epoch)
-        if version not in checkpoints:
-            raise Refused(f"no checkpoint for version {version!r}: --checkpoint {version}=PATH")
-        with ExitStack() as stack:
-            at = stack.enter_context(
-                started(checkpoints[version], version, [*arguments, *shlex.split(server_args)])
-            )
-            yield stack.enter_context(Stage(at, checkpoints)), group
+        folder = checkpoint_of(checkpoints, version)
+        given = [*arguments, *shlex.split(server_args)]
+        with started(folder, version, given) as at, Stage(at, checkpoints) as stage:
+            yield stage, group
 
 
 def read_checkpoints(given: Sequence[str]) -> dict[str, str]:
@@ -122,10 +119,8 @@ def read_checkpoints(given: Sequence[str]) -> dict[str, str]:
 
 def read_logprobs(path: Path, rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Read a trainer's log probabilities: a list for each rollout, or an object by their names."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read as JSON: {error}") from error
+    items = read_json(path)
+    content = items if path.suffix == ".jsonl" else items[0]
     if isinstance(content, list):
         if len(content) != len(rollouts):
             raise Refused(f"{path} has {len(content)} lists, for {len(rollouts)} rollouts")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_inflight.extensions.replay.play import Played, names_by_token
+from sglang_inflight.client.spans import names_by_token
+from sglang_inflight.extensions.replay.play import Played
 from sglang_inflight.extensions.replay.rollout import Event, Rollout
 
 

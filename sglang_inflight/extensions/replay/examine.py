@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sglang_inflight.client.spans import names_by_token
 from sglang_inflight.extensions.replay.compare import Mismatch, Verdict, compare, mismatch
-from sglang_inflight.extensions.replay.play import Stage, names_by_token
+from sglang_inflight.extensions.replay.play import Stage
 from sglang_inflight.extensions.replay.rollout import Rollout
 from sglang_inflight.vocabulary.errors import Refused
 

@@ -10,7 +10,6 @@ KV that the rollout had found in the cache is computed first, by the versions th
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -109,8 +108,7 @@ class Stage:
     def require(self, versions: Sequence[str]) -> None:
         """Raise ``Refused`` if a version has no checkpoint."""
         for version in versions:
-            if version not in self._checkpoints:
-                raise Refused(f"no checkpoint for version {version!r}: --checkpoint {version}=PATH")
+            checkpoint_of(self._checkpoints, version)
 
     def play(self, rollout: Rollout, *, forces: bool) -> Played:
         """Make ``rollout`` again. ``forces``: emit its tokens, whatever would be sampled."""
@@ -185,10 +183,9 @@ class Stage:
             raise Refused(f"{self._url} did not flush its cache: {reply.text[:1000]}")
 
     def _serve(self, version: str, *, kv_cache: str) -> Receipt:
-        self.require([version])
         fields: dict[str, Any] = {"kv_cache": kv_cache}
         receipt = self._client.update_from_disk(
-            self._checkpoints[version], weight_version=version, **fields
+            checkpoint_of(self._checkpoints, version), weight_version=version, **fields
         )
         assert isinstance(receipt, Receipt)
         return receipt
@@ -253,14 +250,14 @@ class Stage:
         )
 
 
-def names_by_token(spans: Sequence[Span]) -> list[str]:
-    """Return the version of each token, or of each position."""
-    return list(
-        itertools.chain.from_iterable([span.version] * (span.end - span.start) for span in spans)
-    )
-
-
 def adapter_of(rollout: Rollout) -> dict[str, str]:
     """Return the fields of a request that choose the rollout's adapter."""
     adapter = rollout.record.adapter
     return {} if adapter is None else {"lora_path": adapter}
+
+
+def checkpoint_of(checkpoints: Mapping[str, str], version: str) -> str:
+    """Return the folder of ``version``. Raises ``Refused`` if there is none."""
+    if version not in checkpoints:
+        raise Refused(f"no checkpoint for version {version!r}: --checkpoint {version}=PATH")
+    return checkpoints[version]

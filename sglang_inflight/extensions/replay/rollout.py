@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
         if not files:
             raise Refused(f"{path} has no .json or .jsonl file")
         return [rollout for file in files for rollout in read_rollouts(file)]
-    items = list(_items(path))
+    items = read_json(path)
     several = len(items) > 1
     return [
         rollout
@@ -114,13 +114,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
     ]
 
 
-def _items(path: Path) -> Iterator[Any]:
+def read_json(path: Path) -> list[Any]:
+    """Return the file's content, or each line's of JSON lines. Raises ``Refused``."""
     try:
         text = path.read_text()
-        if path.suffix == ".jsonl":
-            yield from (json.loads(line) for line in text.splitlines() if line.strip())
-        else:
-            yield json.loads(text)
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        return [json.loads(line) for line in lines if line.strip() or line is text]
     except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be read as JSON: {error}") from error
 

@@ -73,7 +73,7 @@ def choose_seed(params: SamplingParams, vocab_size: int) -> None:
 @MESSAGE.join(order=70)
 def number_samples(_: object, prompt: Prompt) -> None:
     """Let the samples of one prompt count from 0."""
-    if getattr(prompt.obj, "parallel_sample_num", 1) > 1 or prompt.message.sampling_params.n > 1:
+    if prompt.message.sampling_params.n > 1:
         setattr(prompt.obj, _SAMPLES, itertools.count())
 
 

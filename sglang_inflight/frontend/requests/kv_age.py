@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_inflight import capabilities
-from sglang_inflight.frontend.requests.values import Prompt, read_if_active
+from sglang_inflight.frontend.requests.values import Prompt, read_count
 from sglang_inflight.vocabulary.contracts import custom_param
 from sglang_inflight.vocabulary.kept_kv import KV_MAX_AGE
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 def check_kv_max_age(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more."""
-    most = read_if_active(params, KV_MAX_AGE)
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise ValueError(
-            f"custom_params.{KV_MAX_AGE} must be a whole number, 0 or more; got {most!r}"
-        )
+    read_count(params, KV_MAX_AGE)
 
 
 def require_ages(frontend: Frontend, prompt: Prompt) -> None:

@@ -52,6 +52,24 @@ def read_if_active(params: SamplingParams, name: str) -> Any:
     return value
 
 
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_count(params: SamplingParams, name: str) -> int | None:
+    """Return a field of ``custom_params`` that counts something, or None without the field.
+
+    Raises ``ValueError`` for a value that is no whole number, 0 or more, and if no scheduler would
+    heed it.
+    """
+    count = read_if_active(params, name)
+    if count is None:
+        return None
+    if not is_whole(count) or count < 0:
+        raise ValueError(f"custom_params.{name} must be a whole number, 0 or more; got {count!r}")
+    return int(count)
+
+
 # outputs of one prompt; the front end allocates some KB for each at once
 MOST_SAMPLES = 16384
 # Logits are float32. A bias is added, then a penalty and a temperature (at least 1e-6) divide.
