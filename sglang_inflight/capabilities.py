@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -207,7 +208,7 @@ def flag_that_moves_experts(args: ServerArgs) -> str | None:
         "--enable-eplb": args.enable_eplb,
         "--elastic-ep-backend": args.elastic_ep_backend is not None,
     }
-    return next((flag for flag, is_set in moves.items() if is_set), None)
+    return _first_set(moves)
 
 
 def _why_offloaded(args: ServerArgs, *, in_place: bool) -> str | None:
@@ -281,10 +282,8 @@ def _why_no_ages(args: ServerArgs, queue: str | None, fence: str | None) -> str 
         "--enable-hisparse": args.enable_hisparse,
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
-    for what, is_set in unproven.items():
-        if is_set:
-            return f"KV cannot be kept by its age with {what}: nobody tried both"
-    return None
+    what = _first_set(unproven)
+    return what and f"KV cannot be kept by its age with {what}: nobody tried both"
 
 
 def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
@@ -315,12 +314,10 @@ def _why_not_pinned(args: ServerArgs, queue: str | None, fence: str | None) -> s
         "--enable-hisparse": args.enable_hisparse,
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
-    for what, is_set in unproven.items():
-        if is_set:
-            return (
-                f"a request cannot name the version of its weights with {what}: nobody tried both"
-            )
-    return None
+    what = _first_set(unproven)
+    return what and (
+        f"a request cannot name the version of its weights with {what}: nobody tried both"
+    )
 
 
 def _why_not_forced(args: ServerArgs) -> str | None:
@@ -337,10 +334,13 @@ def _why_not_forced(args: ServerArgs) -> str | None:
             args.sampling_backend not in (None, *BUILT_IN_SAMPLING_BACKENDS)
         ),
     }
-    for what, is_so in others.items():
-        if is_so:
-            return f"a request cannot be given its tokens with {what}"
-    return None
+    what = _first_set(others)
+    return what and f"a request cannot be given its tokens with {what}"
+
+
+def _first_set(flags: Mapping[str, bool]) -> str | None:
+    """Return the first flag that is set, or None."""
+    return next((flag for flag, is_set in flags.items() if is_set), None)
 
 
 def now(can: Capabilities) -> Capabilities:

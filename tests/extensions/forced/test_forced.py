@@ -58,6 +58,18 @@ def expect_emitted(generation: Generation, tokens: list[int]) -> Output:
     return output
 
 
+def expect_own_tokens(server: Server, *lengths: int) -> None:
+    """Give requests so many tokens each, beside requests that sample."""
+    given = [prompt(length) for length in lengths]
+    sampling = start(server, 2, tokens=50)
+    generations = [emit(server, tokens, 7) for tokens in given]
+    for generation, tokens in zip(generations, given, strict=True):
+        output = expect_emitted(generation, tokens)
+        assert output.tokens[len(tokens) :] == 7 * [token(0)]
+    for other in sampling:
+        assert other.output().tokens == 50 * [token(0)]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_request_emits_its_given_tokens(any_server: Server, stream: bool) -> None:
     tokens = prompt(40)
@@ -76,14 +88,7 @@ def test_sampling_goes_on_behind_given_tokens(any_server: Server) -> None:
 
 
 def test_each_request_of_a_batch_emits_its_own_tokens(any_server: Server) -> None:
-    given = [prompt(length) for length in (5, 30, 61)]
-    sampling = start(any_server, 2, tokens=50)
-    generations = [emit(any_server, tokens, 7) for tokens in given]
-    for generation, tokens in zip(generations, given, strict=True):
-        output = expect_emitted(generation, tokens)
-        assert output.tokens[len(tokens) :] == 7 * [token(0)]
-    for other in sampling:
-        assert other.output().tokens == 50 * [token(0)]
+    expect_own_tokens(any_server, 5, 30, 61)
 
 
 def test_samples_of_one_request_emit_the_same_tokens(any_server: Server) -> None:

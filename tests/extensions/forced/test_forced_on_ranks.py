@@ -9,8 +9,8 @@ import pytest
 
 from harness.marker import token
 from harness.server import Server
-from tests.extensions.forced.test_forced import LIVE, LONG, emit, expect_emitted
-from tests.support.load import pause, prompt, resume, start, update, versions_of
+from tests.extensions.forced.test_forced import LIVE, LONG, emit, expect_emitted, expect_own_tokens
+from tests.support.load import pause, prompt, resume, update, versions_of
 from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool
 
@@ -35,14 +35,7 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
 
 
 def test_requests_of_all_ranks_emit_their_own_tokens(server: Server) -> None:
-    given = [prompt(length) for length in (5, 30, 61, 17)]
-    sampling = start(server, 2, tokens=50)
-    generations = [emit(server, tokens, 7) for tokens in given]
-    for generation, tokens in zip(generations, given, strict=True):
-        output = expect_emitted(generation, tokens)
-        assert output.tokens[len(tokens) :] == 7 * [token(0)]
-    for other in sampling:
-        assert other.output().tokens == 50 * [token(0)]
+    expect_own_tokens(server, 5, 30, 61, 17)
 
 
 def test_given_tokens_go_on_across_a_retraction_and_a_commit(

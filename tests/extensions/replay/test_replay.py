@@ -133,6 +133,21 @@ def ended(generation: Generation, folder: Path) -> Rollout:
     return rollout
 
 
+def across_a_commit(
+    server: Server,
+    versions: Path,
+    folder: Path,
+    tokens: int = 200,
+    sampling: dict[str, Any] = GREEDY,
+    kv: str = "keep",
+) -> Rollout:
+    """Return a rollout whose first tokens are by v0, and whose last ones are by v1."""
+    generation = begin(server, tokens, sampling)
+    generation.wait_for_tokens(3)
+    update(server, versions, 1, kv_cache=kv, **LIVE)
+    return ended(generation, folder)
+
+
 def replayed(stage: Stage, rollout: Rollout) -> Verdict:
     return examine(stage, rollout, [], 0.0).verdict
 
@@ -243,10 +258,7 @@ def test_rollout_beside_others_has_the_same_tokens_when_made_alone(
 def test_another_checkpoint_is_named(
     server: Server, stage: Stage, versions: Path, tmp_path: Path
 ) -> None:
-    generation = begin(server, 200)
-    generation.wait_for_tokens(3)
-    update(server, versions, 1, kv_cache="keep", **LIVE)
-    rollout = ended(generation, tmp_path)
+    rollout = across_a_commit(server, versions, tmp_path)
     first = rollout.made_by[0].end
     stage._checkpoints["v1"] = str(versions / "v2")  # type: ignore[index]
     verdict = replayed(stage, rollout)
@@ -259,10 +271,7 @@ def test_another_checkpoint_is_named(
 def test_shifted_commit_is_named(
     server: Server, stage: Stage, versions: Path, tmp_path: Path, by: int
 ) -> None:
-    generation = begin(server, 200)
-    generation.wait_for_tokens(3)
-    update(server, versions, 1, kv_cache="keep", **LIVE)
-    rollout = ended(generation, tmp_path)
+    rollout = across_a_commit(server, versions, tmp_path)
     (event,) = (event for event in rollout.record.events if event[0] == "commit")
     event[1] += by
     first = rollout.made_by[0].end
@@ -296,10 +305,8 @@ def test_log_probabilities_under_another_version(
 def test_seeded_rollout_is_sampled_again(pool: ServerPool, versions: Path, tmp_path: Path) -> None:
     server = pool.get(FLAVOURS["replay_seeded"])
     update(server, versions, 0, kv_cache="recompute")
-    generation = begin(server, 200, {"temperature": 1.0, "sampling_seed": 11})
-    generation.wait_for_tokens(3)
-    update(server, versions, 1, kv_cache="keep", **LIVE)
-    rollout = ended(generation, tmp_path)
+    seeded = {"temperature": 1.0, "sampling_seed": 11}
+    rollout = across_a_commit(server, versions, tmp_path, sampling=seeded)
     assert rollout.record.samples_alike
     for stage in make_stage(server, versions):
         verdict = replayed(stage, rollout)
@@ -324,10 +331,7 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
     folder = tmp_path / "answers"
     folder.mkdir()
     for sampling in (GREEDY, DRAWN):
-        generation = begin(one_rank, 100, sampling)
-        generation.wait_for_tokens(3)
-        update(one_rank, versions, 1, kv_cache="keep", **LIVE)
-        ended(generation, folder)
+        across_a_commit(one_rank, versions, folder, 100, sampling)
         update(one_rank, versions, 0, kv_cache="recompute", **LIVE)
     given = [
         argument
@@ -357,10 +361,7 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
 def test_command_starts_a_server_like_the_recorded_one(
     one_rank: Server, pool: ServerPool, versions: Path, tmp_path: Path
 ) -> None:
-    generation = begin(one_rank, 60)
-    generation.wait_for_tokens(3)
-    update(one_rank, versions, 1, kv_cache="recompute", **LIVE)
-    ended(generation, tmp_path)
+    across_a_commit(one_rank, versions, tmp_path, 60, kv="recompute")
     # one server at a time
     pool.discard()
     given = [f"--checkpoint=v{version}={versions / f'v{version}'}" for version in range(2)]
@@ -374,10 +375,7 @@ def test_command_starts_a_server_like_the_recorded_one(
 def test_failed_repetition_leaves_the_server_serving(
     one_rank: Server, versions: Path, tmp_path: Path
 ) -> None:
-    generation = begin(one_rank, 100)
-    generation.wait_for_tokens(3)
-    update(one_rank, versions, 1, kv_cache="keep", **LIVE)
-    rollout = ended(generation, tmp_path)
+    rollout = across_a_commit(one_rank, versions, tmp_path, 100)
     paths = {"v0": str(versions / "v0"), "v1": str(tmp_path)}
     with Stage(one_rank.url, paths) as stage, pytest.raises(InflightError, match="cannot be read"):
         stage.play(rollout, forces=True)

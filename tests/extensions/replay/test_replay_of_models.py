@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import marker
-from harness.server import Server
 from sglang_inflight.extensions.replay.examine import examine
 from sglang_inflight.extensions.replay.play import Stage
-from sglang_inflight.extensions.replay.rollout import Rollout, read_rollouts
+from tests.extensions.replay.test_replay import DRAWN, REPLAY, begin, ended
 from tests.support import lora, routed
-from tests.support.load import Generation, ask, pass_boundaries, pause, prompt, resume, update
+from tests.support.load import ask, pass_boundaries, pause, resume, update
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.records import SERVING
 
 COMMITS = 5
-LENGTH, TOKENS = 40, 300
-REPLAY = {"SGLANG_INFLIGHT_REPLAY": "1"}
+TOKENS = 300
 FLAVOURS |= {
     "replay_routed": Flavour(
         (*SERVING, "--weight-version", "v0", "--chunked-prefill-size", "32"),
@@ -36,32 +32,12 @@ FLAVOURS |= {
 }  # fmt: skip
 
 
-def begin(server: Server, **fields: Any) -> Generation:
-    sampling = {"temperature": 1.0, "custom_params": {"record": "replay"}}
-    return Generation(
-        server,
-        tokens=TOKENS,
-        input_ids=prompt(LENGTH),
-        sampling=sampling,
-        return_logprob=True,
-        **fields,
-    )
-
-
-def ended(generation: Generation, file: Path) -> Rollout:
-    output = generation.output()
-    answer = {"output_ids": output.tokens, "meta_info": output.meta}
-    file.write_text(json.dumps({"request": generation._body, "answer": answer}))
-    (rollout,) = read_rollouts(file)
-    return rollout
-
-
 def test_routes_of_a_rollout_across_five_commits_are_the_same_again(
     pool: ServerPool, tmp_path: Path
 ) -> None:
     paths = {f"v{i}": str(routed.build(tmp_path / f"v{i}", i)) for i in range(COMMITS + 1)}
     server = pool.get(FLAVOURS["replay_routed"])
-    generation = begin(server, return_routed_experts=True)
+    generation = begin(server, TOKENS, DRAWN, return_routed_experts=True)
     generation.wait_for_tokens(3)
     for version in range(1, COMMITS + 1):
         kv = "keep" if version % 2 else "recompute"
@@ -69,7 +45,7 @@ def test_routes_of_a_rollout_across_five_commits_are_the_same_again(
         pass_boundaries(server, 10)
     pause(server, "retract")
     resume(server)
-    rollout = ended(generation, tmp_path / "answer.json")
+    rollout = ended(generation, tmp_path)
     assert rollout.commits == COMMITS
     assert rollout.rows.keys() == {"routed_experts"}
     with Stage(server.url, paths) as stage:
@@ -90,10 +66,10 @@ def test_rollout_of_an_adapter_is_made_again(pool: ServerPool, tmp_path: Path, n
     folder = lora.write(tmp_path / "adapter", lora.tensors(number))
     name = f"adapter-{number}"
     ask(server, "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-    generation = begin(server, lora_path=name)
+    generation = begin(server, TOKENS, DRAWN, lora_path=name)
     generation.wait_for_tokens(3)
     update(server, tmp_path, 1, kv_cache="keep", non_blocking=True)
-    rollout = ended(generation, tmp_path / "answer.json")
+    rollout = ended(generation, tmp_path)
     assert rollout.record.adapter == name
     with Stage(server.url, {"v0": str(first), "v1": str(tmp_path / "v1")}) as stage:
         verdict = examine(stage, rollout, [], 0.0).verdict
