@@ -11,6 +11,7 @@ from sglang_inflight.settings import boolean, read, setting
 SCRIPT = "replay"
 # the pause that a script takes
 PAUSE_ID = "replay"
+SETTING = "SGLANG_INFLIGHT_REPLAY"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sglang_inflight.cli.remote import ApiKey, exit_codes
 from sglang_inflight.extensions.replay.examine import Report, examine
 from sglang_inflight.extensions.replay.play import Stage, checkpoint_of
 from sglang_inflight.extensions.replay.rollout import Rollout, read_json, read_rollouts
-from sglang_inflight.extensions.replay.start import arguments_of, started
+from sglang_inflight.extensions.replay.start import arguments_of, environment_of, started
 from sglang_inflight.vocabulary.errors import Refused
 
 DIFFERENT = 1
@@ -93,17 +93,25 @@ def stages(
         with Stage(url, checkpoints, api_key=api_key) as stage:
             yield stage, list(rollouts)
         return
-    for arguments, of_kind in itertools.groupby(
-        sorted(rollouts, key=lambda each: arguments_of(each.record.server)),
-        key=lambda each: arguments_of(each.record.server),
+    for (arguments, environment), of_kind in itertools.groupby(
+        sorted(rollouts, key=_kind), key=_kind
     ):
         group = list(of_kind)
         record = group[0].record
         version = record.version(record.epoch)
         folder = checkpoint_of(checkpoints, version)
         given = [*arguments, *shlex.split(server_args)]
-        with started(folder, version, given) as at, Stage(at, checkpoints) as stage:
+        with (
+            started(folder, version, given, dict(environment)) as at,
+            Stage(at, checkpoints) as stage,
+        ):
             yield stage, group
+
+
+def _kind(rollout: Rollout) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Return arguments and environment of the server that made the rollout."""
+    server = rollout.record.server
+    return arguments_of(server), tuple(sorted(environment_of(server).items()))
 
 
 def read_checkpoints(given: Sequence[str]) -> dict[str, str]:

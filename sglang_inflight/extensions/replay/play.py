@@ -21,7 +21,7 @@ import httpx
 
 from sglang_inflight.client import Client, Receipt
 from sglang_inflight.client.spans import Span, read_spans
-from sglang_inflight.extensions.replay import PAUSE_ID, SCRIPT
+from sglang_inflight.extensions.replay import EXTENSION, PAUSE_ID, SCRIPT, SETTING
 from sglang_inflight.extensions.replay.rollout import Event, Record, Rollout, rows_of
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -106,9 +106,11 @@ class Stage:
         self._client.close()
 
     def require(self, versions: Sequence[str]) -> None:
-        """Raise ``Refused`` if a version has no checkpoint."""
+        """Raise ``Refused`` if a version has no checkpoint, or the server takes no scripts."""
         for version in versions:
             checkpoint_of(self._checkpoints, version)
+        if EXTENSION.name not in self._client.status().extensions:
+            raise Refused(f"{self._url} takes no replays: start it with {SETTING}=1")
 
     def play(self, rollout: Rollout, *, forces: bool) -> Played:
         """Make ``rollout`` again. ``forces``: emit its tokens, whatever would be sampled."""
@@ -152,10 +154,10 @@ class Stage:
         """Serve the rollout's first version, over a cache with what the rollout had found."""
         prefix = rollout.prefix
         begins_with = prefix[0][0] if prefix else first
-        self._serve(begins_with, kv_cache="recompute")
+        receipt = self._serve(begins_with, kv_cache="recompute")
         for version, _, end in prefix:
             if version != begins_with:
-                self._serve(version, kv_cache="keep")
+                receipt = self._serve(version, kv_cache="keep")
             begins_with = version
             self._post(
                 {
@@ -164,9 +166,8 @@ class Stage:
                     **adapter_of(rollout),
                 }
             )
-        if begins_with == first:
-            return []
-        receipt = self._serve(first, kv_cache="keep")
+        if begins_with != first:
+            receipt = self._serve(first, kv_cache="keep")
         return self._compare_digest(receipt, rollout.record, rollout.record.epoch)
 
     def _repeat(self, event: Event, record: Record) -> list[str]:

@@ -65,6 +65,8 @@ class Rollout:
     logprobs: list[float] | None
     made_by: list[Span]
     kv: list[Span]
+    # output tokens by the version of their adapter; empty without one
+    adapters: list[Span]
     record: Record
     # what else the answer has of each position: base64, by its name in ``meta_info``
     rows: dict[str, str]
@@ -98,7 +100,8 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     An item is an answer of ``/generate`` or ``Engine.generate``, with the prompt's tokens
     (``return_prompt_token_ids``), or an object with ``request`` and ``answer``. An answer may be a
-    list, as of several samples. Raises ``Refused`` for anything else.
+    list, as of several samples, or have choices, as on vLLM's and OpenAI's routes. Raises
+    ``Refused`` for anything else.
     """
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix in (".json", ".jsonl"))
@@ -129,8 +132,31 @@ def _of_item(item: Any, name: str) -> list[Rollout]:
     if isinstance(item, dict) and "answer" in item:
         request, item = item.get("request") or {}, item["answer"]
     answers = item if isinstance(item, list) else [item]
+    if isinstance(item, dict) and isinstance(item.get("choices"), list):
+        answers = [_of_choice(item, choice) for choice in item["choices"]]
     names = [name] if len(answers) == 1 else [f"{name}[{i}]" for i in range(len(answers))]
     return [read_rollout(each, request, of) for each, of in zip(answers, names, strict=True)]
+
+
+def _of_choice(answer: Mapping[str, Any], choice: Any) -> Any:
+    """Return a choice of vLLM's or OpenAI's routes in the form of ``/generate``."""
+    if not isinstance(choice, dict):
+        return choice
+    logprobs = choice.get("logprobs") or {}
+    of_tokens = logprobs.get("token_logprobs") or [
+        entry["logprob"] for entry in logprobs.get("content") or []
+    ]
+    # log probabilities over a sampling mask are none of all tokens
+    is_masked = choice.get("sampling_mask") is not None
+    names = ("weight_versions", "kv_versions", "adapter_versions", "replay")
+    return {
+        "output_ids": choice.get("token_ids"),
+        "prompt_token_ids": choice.get("prompt_token_ids") or answer.get("prompt_token_ids"),
+        "meta_info": {
+            **{name: choice[name] for name in names if name in choice},
+            "output_token_logprobs": [] if is_masked else [[of] for of in of_tokens],
+        },
+    }
 
 
 def read_rollout(answer: Any, request: Mapping[str, Any], name: str) -> Rollout:
@@ -144,26 +170,34 @@ def read_rollout(answer: Any, request: Mapping[str, Any], name: str) -> Rollout:
             f"{name} has no record: ask for one by "
             '"sampling_params": {"custom_params": {"record": "replay"}}'
         )
-    prompt = answer.get("prompt_token_ids") or request.get("input_ids")
+    prompt = answer.get("prompt_token_ids") or request.get("input_ids") or request.get("token_ids")
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int):
         raise Refused(
             f"{name} lacks the prompt's tokens: ask for return_prompt_token_ids, or store the "
             'request beside the answer as {"request": {"input_ids": [...]}, "answer": {...}}'
         )
+    tokens = answer.get("output_ids")
+    if not isinstance(tokens, list):
+        raise Refused(f"{name} lacks the output's tokens: ask for return_token_ids")
     try:
         record = msgspec.convert(meta["replay"], Record)
     except msgspec.ValidationError as error:
         raise Refused(f"{name} has a malformed record: {error}") from error
     if digest_of(prompt) != record.prompt:
         raise Refused(f"{name} is the answer to another prompt than the one beside it")
+    adapters = read_spans(meta, "adapter_versions")
+    if len(adapters) > 1:
+        moves = " to ".join(repr(span.version) for span in adapters)
+        raise Refused(f"{name} moved from adapter version {moves}: a repetition keeps its adapter")
     logprobs = meta.get("output_token_logprobs")
     return Rollout(
         name,
         prompt,
-        answer["output_ids"],
+        tokens,
         None if not logprobs else [logprob for logprob, *_ in logprobs],
         read_spans(meta),
         read_spans(meta, "kv_versions"),
+        adapters,
         record,
         rows_of(meta),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from sglang_inflight.extensions.replay import SETTING
 from sglang_inflight.vocabulary.errors import Refused
 
 _START_TIMEOUT_S = 1800.0
@@ -33,8 +34,15 @@ def arguments_of(server: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def environment_of(server: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables in a record's fingerprint."""
+    return dict(server.get("environment", {}))
+
+
 @contextmanager
-def started(model_path: str, version: str, arguments: Sequence[str]) -> Iterator[str]:
+def started(
+    model_path: str, version: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[str]:
     """Yield the URL of a server of ``model_path``, and end it afterwards.
 
     Raises ``Refused`` with the end of its log if it does not start.
@@ -51,7 +59,7 @@ def started(model_path: str, version: str, arguments: Sequence[str]) -> Iterator
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {"SGLANG_INFLIGHT_REPLAY": "1"},
+                env=os.environ | environment | {SETTING: "1"},
                 stdout=sink,
                 stderr=subprocess.STDOUT,
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.extensions.trails import RECORD, REPLAY
 from sglang_inflight.frontend.requests.checks import MESSAGE, PARAMETERS
 from sglang_inflight.frontend.requests.values import Prompt, read_if_active
+from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_disagg, get_parallel, get_spec
 from sglang_inflight.vocabulary.contracts import custom_param
 
@@ -38,6 +39,9 @@ def require_recordable(_: object, prompt: Prompt) -> None:
         ),
         "a beam search": (params.beam_width or 1) > 1,
         "images, audio or video": obj.contains_mm_input(),
+        "SGLANG_INFLIGHT_SPANS=sglang: the answer does not say which weights made its KV": (
+            Settings.from_environment().spans == "sglang"
+        ),
         "a session": bool(obj.session_id or getattr(obj, "session_params", None)),
     }
     for why, is_so in reasons.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ _ARGUMENTS = (
     "sampling_backend",
     "tp_size",
 )
+# environment variables that choose what log probabilities mean
+_ENVIRONMENT = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
 
 
 def fingerprint(scheduler: Scheduler) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def fingerprint(scheduler: Scheduler) -> dict[str, Any]:
             for name in _ARGUMENTS
             if (value := getattr(given, name)) != getattr(default, name)
         },
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
 
 

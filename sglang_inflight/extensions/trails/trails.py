@@ -80,12 +80,23 @@ class Trail:
             self.events.append(["prefill", begin, end])
         self.computed = end
 
-    def retract(self) -> None:
+    def retract(self, kept: int) -> None:
+        """Note a retraction. ``kept``: the position behind the last forward whose token was kept.
+
+        For want of memory SGLang retracts requests whose last forward still runs, and throws its
+        token away. What came behind ``kept`` then changed no token.
+        """
         # a request without a forward has nothing to lose
-        if self.computed:
-            self.events.append(["retract", self.computed, self.prefix])
-            self.computed, self.prefix = 0, []
-            self.retractions += 1
+        if not self.computed:
+            return
+        position = min(self.computed, kept)
+        for event in reversed(self.events):
+            if event[0] != "commit":
+                break
+            event[1] = min(event[1], position)
+        self.events.append(["retract", position, self.prefix])
+        self.computed, self.prefix = 0, []
+        self.retractions += 1
 
     def commit(self, epoch: int) -> None:
         if self.events:
@@ -221,7 +232,7 @@ def read_prefix(controller: Controller, req: Req) -> None:
 
 @hook(f"{REQ}.reset_for_retract", AFTER, order=2)
 def follow_retraction(_: None, req: Req) -> None:
-    trail_of(req).retract()
+    trail_of(req).retract(len(req.origin_input_ids) + len(req.output_ids) - 1)
 
 
 @OUTPUTS.join(order=2)

@@ -262,23 +262,17 @@ class Generate:
         if body.priority:
             raise NotOffered("priority is not offered here; use SGLang's /generate for priorities")
         sampling = body.sampling_params
-        prompts: list[int] | list[list[int]] = body.token_ids
         params: Any = sampling.for_sglang()
         if trace := sampling.trace_decode_token_ids:
             room = self._tokenizer_manager.context_len - len(body.token_ids)
             forced = {"forced_token_ids": trace[: max(room, 0)]}
             params["custom_params"] = (sampling.extra_args or {}) | forced
-        if sampling.n > 1 and sampling.seed is not None:
-            # SGLang gives all samples one seed, so they would be equal; vLLM counts on from it
-            prompts = [body.token_ids] * sampling.n
-            seeds = range(sampling.seed, sampling.seed + sampling.n)
-            params = [{**params, "n": 1, "sampling_seed": seed} for seed in seeds]
         scores_prompt = sampling.prompt_logprobs is not None
         if scores_prompt and body.stream:
             raise Refused("prompt_logprobs needs stream=false: they come with a whole answer")
         return GenerateReqInput(
             rid=rid,
-            input_ids=prompts,
+            input_ids=body.token_ids,
             sampling_params=params,
             return_logprob=sampling.logprobs is not None or scores_prompt,
             logprob_start_len=0 if scores_prompt else -1,

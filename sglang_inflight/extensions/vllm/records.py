@@ -13,6 +13,7 @@ import numpy as np
 import pybase64
 
 from sglang_inflight.extensions.records.checks import why_no_rows
+from sglang_inflight.extensions.trails import REPLAY
 from sglang_inflight.messages import ADAPTER_VERSIONS, KV_VERSIONS, RECORDS
 from sglang_inflight.sglang_types import get_exec
 from sglang_inflight.vocabulary.errors import Refused
@@ -47,9 +48,12 @@ def wants_experts(said: bool | None) -> bool:
 
 
 def spans_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``meta`` says of its tokens' versions and records, under the names there."""
+    """Return what ``meta`` says of its tokens' versions and records, under the names there.
+
+    A whole answer may have what a repetition needs, too.
+    """
     spans = {WEIGHT_VERSIONS: meta.get(WEIGHT_VERSIONS)}
-    others = (KV_VERSIONS, ADAPTER_VERSIONS, RECORDS)
+    others = (KV_VERSIONS, ADAPTER_VERSIONS, RECORDS, REPLAY)
     return spans | {name: meta[name] for name in others if name in meta}
 
 

@@ -40,7 +40,6 @@ from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool, add_both_loops
 from tests.test_bad_requests import expect_refusal, generate
 
-VERSIONS = 4
 LENGTH = 40
 REPLAY = {"SGLANG_INFLIGHT_REPLAY": "1"}
 FLAGS = (
@@ -66,14 +65,6 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 DRAWN: dict[str, Any] = {"temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("random")
-    for version in range(VERSIONS):
-        random_model.build(folder / f"v{version}", version)
-    return folder
-
-
 @pytest.fixture(params=[*LOOPS, "replay_ranks"])
 def server(request: pytest.FixtureRequest, pool: ServerPool, versions: Path) -> Iterator[Server]:
     server = pool.get(FLAVOURS[request.param])
@@ -96,7 +87,7 @@ def stage(server: Server, versions: Path) -> Iterator[Stage]:
 
 
 def make_stage(server: Server, versions: Path) -> Iterator[Stage]:
-    paths = {f"v{version}": str(versions / f"v{version}") for version in range(VERSIONS)}
+    paths = {folder.name: str(folder) for folder in versions.iterdir()}
     with Stage(server.url, paths) as stage:
         yield stage
 
@@ -112,7 +103,10 @@ def begin(
         server,
         tokens=tokens,
         input_ids=prompt(LENGTH) if input_ids is None else input_ids,
-        sampling={**sampling, "custom_params": {"record": "replay"}},
+        sampling={
+            **sampling,
+            "custom_params": {"record": "replay", **sampling.get("custom_params", {})},
+        },
         return_logprob=True,
         return_prompt_token_ids=True,
         **fields,

@@ -10,10 +10,11 @@ import pytest
 
 from harness.server import Server
 from tests.support.load import Output, pause, prompt, resume, start, update
-from tests.support.pool import CHUNK
+from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool
 from tests.test_bad_requests import expect_refusal, generate
 
 LIVE: dict[str, Any] = {"non_blocking": True}
+FLAVOURS["trails_sglang_spans"] = Flavour((), {"SGLANG_INFLIGHT_SPANS": "sglang"})
 
 
 def recorded(output: Output) -> dict[str, Any]:
@@ -43,10 +44,8 @@ def test_record_has_prefills_commits_and_retractions(any_server: Server, checkpo
     assert prefills[-1][2] == retract[1] + 1
     assert record["weights"][str(receipt["epoch"])] == ["v1", receipt["ranks"][0]["digest"]]
     assert record["weights"][str(record["epoch"])][0] == "v0"
-    assert (
-        record["sampling"] == {"temperature": 1.0, "top_k": 1, "ignore_eos": True}
-        or record["sampling"].get("top_k") == 1
-    )
+    # a temperature of 0 is SGLang's top_k of 1
+    assert record["sampling"] == {"top_k": 1, "ignore_eos": True}
     assert record["server"]["arguments"]["chunked_prefill_size"] == CHUNK
     assert len(json.dumps(record)) < 1500
 
@@ -67,3 +66,10 @@ def test_script_needs_its_setting(any_server: Server) -> None:
     expect_refusal(
         any_server, *generate(sampling={"custom_params": custom}), "the extension that takes it"
     )
+
+
+def test_record_without_version_spans_is_refused(pool: ServerPool) -> None:
+    server = pool.get(FLAVOURS["trails_sglang_spans"])
+    request = generate(sampling={"custom_params": {"record": "replay"}})
+    expect_refusal(server, *request, "SGLANG_INFLIGHT_SPANS=sglang")
+    pool.restore()

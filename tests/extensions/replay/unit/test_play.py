@@ -18,7 +18,7 @@ from sglang_inflight.extensions.replay.compare import (
 from sglang_inflight.extensions.replay.play import Played, Stop, prefills, stops
 from sglang_inflight.extensions.replay.rollout import Record, Rollout, read_rollouts
 from sglang_inflight.extensions.replay.script import read_script
-from sglang_inflight.extensions.replay.start import arguments_of
+from sglang_inflight.extensions.replay.start import arguments_of, environment_of
 from sglang_inflight.extensions.trails.prompts import digest_of
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -51,7 +51,7 @@ def rollout(
     made_by = [Span("v0", 0, len(tokens), 0)]
     events = [[PREFILL, 0, 3]] if events is None else events
     rows = {"routed_experts": "AAAA"}
-    return Rollout("a", PROMPT, tokens, logprobs, made_by, kv or [], record(events), rows)
+    return Rollout("a", PROMPT, tokens, logprobs, made_by, kv or [], [], record(events), rows)
 
 
 def played(like: Rollout, tokens: list[int], logprobs: list[float], **fields: Any) -> Played:
@@ -218,6 +218,12 @@ def test_server_is_started_with_recorded_arguments() -> None:
     assert arguments_of({"arguments": given}) == ("--enable-mixed-chunk", "--tp-size", "2")
 
 
+def test_server_is_started_with_the_recorded_environment() -> None:
+    given = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    assert environment_of({"environment": given}) == given
+    assert environment_of({}) == {}
+
+
 @pytest.mark.parametrize(
     "script",
     [[], {"pauses": [[1]]}, {"pauses": [[0, -1]]}, {"prefills": 3}, {"others": []}],
@@ -260,6 +266,47 @@ def test_files_of_each_form_are_read(tmp_path: Path) -> None:
         assert (each.prompt, each.tokens, each.logprobs) == (PROMPT, [8, 9], [-0.5, -0.25])
 
 
+def choice(logprobs: Any, **fields: Any) -> dict[str, Any]:
+    """Return a choice of vLLM's or OpenAI's routes."""
+    meta = answer()["meta_info"]
+    names = ("replay", "weight_versions")
+    return {"token_ids": [8, 9], "logprobs": logprobs, **{n: meta[n] for n in names}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "fields", "expected"),
+    [
+        ({"content": [{"logprob": -0.5}, {"logprob": -0.25}]}, {}, [-0.5, -0.25]),
+        ({"token_logprobs": [-0.5, -0.25]}, {}, [-0.5, -0.25]),
+        (None, {}, None),
+        # log probabilities over a mask are none of all tokens
+        ({"content": [{"logprob": 0.0}, {"logprob": 0.0}]}, {"sampling_mask": [[8], [9]]}, None),
+    ],
+)
+def test_choices_are_rollouts(
+    tmp_path: Path, logprobs: Any, fields: dict[str, Any], expected: list[float] | None
+) -> None:
+    file = tmp_path / "a.json"
+    choices = [choice(logprobs, **fields), choice(logprobs, **fields)]
+    body = {"request": {"token_ids": PROMPT}, "answer": {"choices": choices}}
+    file.write_text(json.dumps(body))
+    found = read_rollouts(file)
+    assert [each.name for each in found] == ["a.json[0]", "a.json[1]"]
+    assert [(each.tokens, each.logprobs) for each in found] == [([8, 9], expected)] * 2
+
+
+def test_rollout_that_moved_between_adapters_is_refused(tmp_path: Path) -> None:
+    moved = answer()
+    moved["meta_info"]["adapter_versions"] = [
+        {"adapter": "a", "version": version, "start": at, "end": at + 1}
+        for at, version in enumerate(("4", "5"))
+    ]
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(moved))
+    with pytest.raises(Refused, match=r"a\.json moved from adapter version '4' to '5'"):
+        read_rollouts(file)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -269,6 +316,8 @@ def test_files_of_each_form_are_read(tmp_path: Path) -> None:
         (json.dumps(answer(prompt_token_ids=None)), "lacks the prompt's tokens"),
         (json.dumps(answer(prompt_token_ids=[5, 6, 8])), "another prompt"),
         (json.dumps(answer(meta_info={"replay": {}})), "malformed record"),
+        (json.dumps(answer(output_ids=None)), "lacks the output's tokens"),
+        (json.dumps({"choices": [7]}), "has no record"),
     ],
 )
 def test_unusable_file_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:

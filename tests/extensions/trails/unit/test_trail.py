@@ -20,14 +20,14 @@ def test_decoding_steps_move_the_position_alone() -> None:
 def test_commit_before_the_first_forward_is_left_out() -> None:
     trail = Trail()
     trail.commit(7)
-    trail.retract()
+    trail.retract(trail.computed)
     assert trail.events == []
 
 
 def test_commit_of_a_retracted_request_is_at_position_0() -> None:
     trail = Trail()
     trail.launch(0, 3, is_prefill=True)
-    trail.retract()
+    trail.retract(trail.computed)
     trail.commit(7)
     trail.launch(2, 5, is_prefill=True)
     assert trail.events == [
@@ -65,3 +65,20 @@ def test_parameters_that_decide_tokens_have_the_names_of_the_api() -> None:
 def test_greedy_request_is_greedy_again() -> None:
     greedy = SamplingParams(temperature=0)
     assert SamplingParams(**deciding(greedy)).top_k == greedy.top_k == 1
+
+
+def test_forward_whose_token_was_thrown_away_is_left_out() -> None:
+    trail = Trail()
+    trail.launch(0, 3, is_prefill=True)
+    for end in (4, 5):
+        trail.launch(end - 1, end, is_prefill=False)
+    trail.commit(7)
+    trail.retract(4)
+    assert trail.events == [["prefill", 0, 3], ["commit", 4, 7], ["retract", 4, []]]
+
+
+def test_retraction_amid_a_prompts_chunks_keeps_its_position() -> None:
+    trail = Trail()
+    trail.launch(0, 512, is_prefill=True)
+    trail.retract(599)
+    assert trail.events == [["prefill", 0, 512], ["retract", 512, []]]
