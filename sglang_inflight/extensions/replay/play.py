@@ -5,7 +5,9 @@ and pauses the server at each recorded commit and retraction. The client then br
 the next version, or retracts, and lets generation continue. Commits keep all KV, because the
 script says what the request's prefills may find, and retractions are made by themselves.
 
-KV that the rollout had found in the cache is computed first, by the versions that had made it.
+KV that the rollout had found in the cache is computed first, by the versions that had made it. KV
+of another request, found after a retraction, is computed by the repetition itself, in a prefill of
+its own.
 """
 
 from __future__ import annotations
@@ -54,15 +56,18 @@ class Played:
     notes: list[str]
 
 
-def stops(events: Sequence[Event]) -> list[Stop]:
-    """Return the places at which a repetition pauses, in their order."""
+def stops(events: Sequence[Event], added: Mapping[int, int]) -> list[Stop]:
+    """Return the places at which a repetition pauses, in their order.
+
+    ``added``: see ``added_prefills``.
+    """
     found: list[Stop] = []
     retractions, was_retracted = 0, False
-    for event in events:
+    for at, event in enumerate(events):
         kind, position = event[:2]
         if kind == "prefill":
             if found and was_retracted:
-                found[-1] = replace(found[-1], forgets=event[1] == 0)
+                found[-1] = replace(found[-1], forgets=event[1] == 0 or at in added)
             was_retracted = False
             continue
         was_retracted |= kind == "retract"
@@ -79,8 +84,74 @@ def stops(events: Sequence[Event]) -> list[Stop]:
     return found
 
 
-def prefills(events: Sequence[Event]) -> list[list[int]]:
-    return [list(event[1:3]) for event in events if event[0] == "prefill"]
+def prefills(events: Sequence[Event], added: Mapping[int, int]) -> list[list[int]]:
+    found = []
+    for at, event in enumerate(events):
+        if at in added:
+            found.append([0, added[at]])
+        if event[0] == "prefill":
+            found.append(list(event[1:3]))
+    return found
+
+
+def added_prefills(rollout: Rollout) -> dict[int, int]:
+    """Return the ends of prefills that a repetition makes more, by the event that follows.
+
+    A retracted request may find KV that another request has made meanwhile. The repetition runs
+    alone, and finds its own older KV there, if any. So it makes such KV by itself. Raises
+    ``Refused`` for KV that other weights have made than those in place.
+    """
+    record = rollout.record
+    served = record.version(record.epoch)
+    # versions of the positions with KV, and of those before the last retraction
+    kv: list[str] = []
+    own: list[str] | None = None
+    found: dict[int, int] = {}
+    for at, event in enumerate(record.events):
+        kind, position = event[:2]
+        if kind == "prefill":
+            if not kv:
+                kv = found_in_cache(rollout, at)[:position]
+            if own is not None and kv != own[:position]:
+                if {*kv} != {served}:
+                    raise Refused(
+                        f"{rollout.name} found KV of another request after a retraction, which "
+                        f"{', '.join(sorted({*kv}))} had made, while {served} was served"
+                    )
+                found[at] = position
+            kv, own = kv[:position] + [served] * (event[2] - position), None
+            continue
+        kv = kv[:position] + [served] * (position - len(kv))
+        if kind == "retract":
+            own, kv = kv, []
+        else:
+            served = record.version(event[2])
+    return found
+
+
+def found_in_cache(rollout: Rollout, at: int) -> list[str]:
+    """Return the versions of the KV before the prefill at event ``at``, and perhaps behind it."""
+    for event in rollout.record.events[at:]:
+        if event[0] == "retract":
+            ends = [(version, end) for version, _, end in event[2]]
+            break
+    else:
+        ends = [(span.version, span.end) for span in rollout.kv]
+    found: list[str] = []
+    for version, end in ends:
+        found += [version] * (end - len(found))
+    return found
+
+
+def without_added(
+    events: Sequence[Event], recorded: Sequence[Event], added: Mapping[int, int]
+) -> list[Event]:
+    """Return a repetition's events without the prefills that were added."""
+    is_added = []
+    for at, event in enumerate(recorded):
+        is_added += [True] * (at in added) + [False] * (event[0] == "prefill")
+    places = iter(is_added)
+    return [event for event in events if event[0] != "prefill" or not next(places, False)]
 
 
 class Stage:
@@ -117,9 +188,10 @@ class Stage:
         record = rollout.record
         first = record.version(record.epoch)
         notes = self._fill_cache(rollout, first)
-        todo = stops(record.events)
+        added = added_prefills(rollout)
+        todo = stops(record.events, added)
         script = {
-            "prefills": prefills(record.events),
+            "prefills": prefills(record.events, added),
             "pauses": [[stop.retractions, stop.position] for stop in todo],
         }
         custom: dict[str, Any] = {"record": "replay", SCRIPT: script}
@@ -128,6 +200,8 @@ class Stage:
         try:
             for stop in todo:
                 if not self._wait_for_pause(asked):
+                    # it may have come with the request's end
+                    self._client.resume()
                     break
                 for event in stop.events:
                     notes += self._repeat(event, record)
@@ -139,7 +213,8 @@ class Stage:
             self._http.post("/abort_request", json={"rid": name})
             self._client.resume()
             raise
-        return self._played(asked.result(), notes)
+        played = self._played(asked.result(), notes)
+        return replace(played, events=without_added(played.events, record.events, added))
 
     def under(self, rollout: Rollout, version: str) -> Played:
         """Return the rollout's tokens, with log probabilities by ``version`` alone."""

@@ -102,6 +102,14 @@ class Trail:
         if self.events:
             self.events.append(["commit", self.computed, epoch])
 
+    def end(self, last: int) -> None:
+        """Leave out commits that came behind the launch of the last token's forward.
+
+        That forward ends at position ``last``.
+        """
+        while self.events and self.events[-1][0] == "commit" and self.events[-1][1] >= last:
+            del self.events[-1]
+
 
 class Trails:
     """The trails of one scheduler's requests, and the weights that they name."""
@@ -174,6 +182,7 @@ class Trails:
         first = trail.first
         if not trail.is_wanted or first is None:
             return None
+        trail.end(_position_of_last_token(req))
         epochs = [event[2] for event in trail.events if event[0] == "commit"]
         adapter = self._controller.adapter_versions.of(req)
         return {
@@ -188,6 +197,11 @@ class Trails:
             },
             "server": self._server,
         }
+
+
+def _position_of_last_token(req: Req) -> int:
+    """Return the position at which the forward ends that has made the last token."""
+    return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
 def trail_of(req: Req) -> Trail:
@@ -232,7 +246,7 @@ def read_prefix(controller: Controller, req: Req) -> None:
 
 @hook(f"{REQ}.reset_for_retract", AFTER, order=2)
 def follow_retraction(_: None, req: Req) -> None:
-    trail_of(req).retract(len(req.origin_input_ids) + len(req.output_ids) - 1)
+    trail_of(req).retract(_position_of_last_token(req))
 
 
 @OUTPUTS.join(order=2)

@@ -14,6 +14,7 @@ import pytest
 
 from harness.server import Server
 from sglang_inflight.extensions.replay.examine import examine
+from sglang_inflight.extensions.replay.play import added_prefills
 from sglang_inflight.extensions.replay.rollout import Rollout
 from tests.extensions.replay.test_replay import (
     DRAWN,
@@ -28,7 +29,7 @@ from tests.extensions.replay.test_replay import (
     ended,
     make_stage,
 )
-from tests.support.load import prompt, update
+from tests.support.load import ask, prompt, update
 from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool
 
 BESIDE_OTHERS = 0.05
@@ -113,6 +114,34 @@ def test_rollouts_of_mixed_chunks_are_made_again(
     rollouts = [ended(generation, tmp_path) for generation in (first, second)]
     assert [rollout.commits for rollout in rollouts] == [1, 1]
     expect_again(served, versions, rollouts, BESIDE_OTHERS)
+
+
+@pytest.mark.parametrize("served", LOOPS, indirect=True)
+def test_rollouts_that_share_recomputed_kv_are_made_again(
+    served: Server, versions: Path, tmp_path: Path
+) -> None:
+    """After the commit the second one finds the prompt's KV, which the first one has recomputed."""
+    input_ids = prompt(CHUNK + LENGTH)
+    generations = [begin(served, 200, input_ids=input_ids) for _ in range(2)]
+    for generation in generations:
+        generation.wait_for_tokens(3)
+    update(served, versions, 1, kv_cache="recompute", **LIVE)
+    rollouts = [ended(generation, tmp_path) for generation in generations]
+    assert any(added_prefills(rollout) for rollout in rollouts)
+    expect_again(served, versions, rollouts, BESIDE_OTHERS)
+
+
+@pytest.mark.parametrize("served", LOOPS, indirect=True)
+def test_pause_at_the_end_of_a_repetition_is_released(
+    served: Server, versions: Path, tmp_path: Path
+) -> None:
+    rollout = ended(begin(served, 20), tmp_path)
+    rollout.record.events.append(["commit", LENGTH + 19, 1])
+    rollout.record.weights["1"] = ("v1", None)
+    for stage in make_stage(served, versions):
+        verdict = examine(stage, rollout, [], 0.0).verdict
+        assert "event 1 was ['commit', 59], and nothing here" in str(verdict)
+    assert not ask(served, "GET", "/inflight/status")["paused"]
 
 
 @pytest.mark.parametrize("served", LOOPS, indirect=True)

@@ -15,7 +15,14 @@ from sglang_inflight.extensions.replay.compare import (
     first_difference,
     mismatch,
 )
-from sglang_inflight.extensions.replay.play import Played, Stop, prefills, stops
+from sglang_inflight.extensions.replay.play import (
+    Played,
+    Stop,
+    added_prefills,
+    prefills,
+    stops,
+    without_added,
+)
 from sglang_inflight.extensions.replay.rollout import Record, Rollout, read_rollouts
 from sglang_inflight.extensions.replay.script import read_script
 from sglang_inflight.extensions.replay.start import arguments_of, environment_of
@@ -93,9 +100,11 @@ def played(like: Rollout, tokens: list[int], logprobs: list[float], **fields: An
 def test_repetition_pauses_where_something_happened(
     events: list[list[Any]], expected: list[tuple[int, int, list[str]]]
 ) -> None:
-    found = [(s.retractions, s.position, [event[0] for event in s.events]) for s in stops(events)]
+    found = [
+        (s.retractions, s.position, [event[0] for event in s.events]) for s in stops(events, {})
+    ]
     assert found == expected
-    assert all(isinstance(stop, Stop) for stop in stops(events))
+    assert all(isinstance(stop, Stop) for stop in stops(events, {}))
 
 
 def test_repetition_forgets_prefixes_that_the_rollout_did_not_find() -> None:
@@ -103,12 +112,46 @@ def test_repetition_forgets_prefixes_that_the_rollout_did_not_find() -> None:
         [PREFILL, 0, 3], [COMMIT, 5, 1], [RETRACT, 7, []], [COMMIT, 0, 2], [PREFILL, 0, 8],
         [COMMIT, 9, 3], [RETRACT, 11, []], [PREFILL, 10, 12],
     ]  # fmt: skip
-    assert [stop.forgets for stop in stops(events)] == [False, True, False, False]
+    assert [stop.forgets for stop in stops(events, {})] == [False, True, False, False]
 
 
 def test_repetition_has_the_recorded_prefills() -> None:
     events = [[PREFILL, 2, 512], [PREFILL, 512, 600], [RETRACT, 620, []], [PREFILL, 0, 621]]
-    assert prefills(events) == [[2, 512], [512, 600], [0, 621]]
+    assert prefills(events, {}) == [[2, 512], [512, 600], [0, 621]]
+
+
+def of_others(versions: list[str]) -> Rollout:
+    """Return a rollout that was retracted at 6, under v0, and found KV by ``versions``."""
+    events = [[PREFILL, 0, 3], [COMMIT, 5, 1], [RETRACT, 6, []], [PREFILL, len(versions), 7]]
+    kv = [Span(version, at, at + 1) for at, version in enumerate([*versions, "v1"])]
+    return rollout([1], None, events, kv)
+
+
+@pytest.mark.parametrize(
+    ("versions", "added"),
+    [
+        (["v0", "v0", "v0"], {}),
+        (["v0", "v0", "v0", "v0", "v0", "v1"], {}),
+        (["v1", "v1"], {3: 2}),
+        ([], {}),
+    ],
+)
+def test_repetition_computes_kv_that_another_request_had_made(
+    versions: list[str], added: dict[int, int]
+) -> None:
+    found = of_others(versions)
+    events = found.record.events
+    assert added_prefills(found) == added
+    made = prefills(events, added)
+    assert made == [[0, 3], *[[0, end] for end in added.values()], [len(versions), 7]]
+    assert stops(events, added)[-1].forgets == (bool(added) or not versions)
+    played = [[PREFILL, *made[0]], *events[1:3], *([PREFILL, *each] for each in made[1:])]
+    assert without_added(played, events, added) == events
+
+
+def test_kv_of_another_request_by_other_weights_is_refused() -> None:
+    with pytest.raises(Refused, match=r"a found KV of another request .* v0, v1 had made"):
+        added_prefills(of_others(["v1", "v0"]))
 
 
 def test_prefix_of_a_retracted_rollout_is_that_of_its_first_prefill() -> None:

@@ -82,3 +82,14 @@ def test_retraction_amid_a_prompts_chunks_keeps_its_position() -> None:
     trail.launch(0, 512, is_prefill=True)
     trail.retract(599)
     assert trail.events == [["prefill", 0, 512], ["retract", 512, []]]
+
+
+def test_commit_during_the_last_forward_is_left_out() -> None:
+    trail = Trail()
+    trail.launch(0, 3, is_prefill=True)
+    trail.commit(6)
+    for end in (4, 5):
+        trail.launch(end - 1, end, is_prefill=False)
+    trail.commit(7)
+    trail.end(5)
+    assert trail.events == [["prefill", 0, 3], ["commit", 3, 6]]
