@@ -188,6 +188,14 @@ def test_update_keeps_the_served_models_name(server: Server, checkpoints: Path) 
     assert info["model_path"] == path
 
 
+def test_server_info_names_the_served_version(server: Server, sender: Sender) -> None:
+    """A gateway reads it as it takes a server in."""
+    succeed(sender.send(server, "disk", 1, **V1))
+    assert server.get("/server_info")["weight_version"] == "v1"
+    succeed(server.post("/inflight/rollback", {}))
+    assert server.get("/server_info")["weight_version"] == "v0"
+
+
 def test_update_without_a_version_keeps_the_name(server: Server, sender: Sender) -> None:
     receipt = succeed(sender.send(server, "disk", 1, **LIVE))
     assert receipt["weight_version"] == receipt["base_version"] == "v0"

@@ -7,7 +7,7 @@ take such calls, and answer in SGLang's form.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -170,6 +170,14 @@ async def update_weight_version(tm: PatchedTokenizerManager, obj: BaseReq) -> No
     """Rename without aborting requests: in SGLang the route aborts them, not this method."""
     body = NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
     await tm.inflight.handlers["update_weight_version"](body)
+
+
+@hook("sglang.srt.utils.common.build_server_info", AFTER, order=1)
+def name_served_version(
+    info: dict[str, Any], server_args: ServerArgs, scheduler_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Name the served version in ``/server_info``: gateways read a server's version there."""
+    return {**info, "weight_version": get_context().config_leaf("weight_version")}
 
 
 @hook(f"{TOKENIZER_MANAGER}.flush_cache", AROUND, when=with_us)
