@@ -6,7 +6,6 @@ The router takes requests alone. Updates go to the servers, as do questions abou
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,26 @@ import harness.server
 from harness import marker
 from harness.server import PLAIN, Server, free_port, serve
 from harness.starting import end
-from harness.streams import read_event
 from sglang_inflight.client import Fleet, Sender
+from tests.support.gateways import (
+    BY_READINESS,
+    CHAT,
+    CHAT_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
+    GENERATE,
+    GREEDY,
+    LONG,
+    NAMES,
+    UNKEPT,
+    WATCHFUL,
+    Gateway,
+    expect_openai_answers,
+    expect_openai_stream_through,
+    requests_of,
+    run_gateway,
+    send,
+)
 from tests.support.load import (
     expect_whole,
     more_tokens,
@@ -37,66 +54,28 @@ from tests.support.pair import serve_pair, why_no_pair
 from tests.support.updates import expect_served
 from tests.trainers.environment import python_of
 
-MODEL = "the-model"
-NAMES = ("--weight-version", "v0", "--served-model-name", MODEL)
-BY_READINESS = ("--health-check-endpoint", "/ready")
 # not ready before its first update
 REQUIRE_UPDATE = {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
-# tokens of a rollout, enough for several updates
-LONG = 1000
-
-CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-GREEDY: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0}
-GENERATE: dict[str, Any] = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
-_OPENAI: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-CHAT: dict[str, Any] = {**_OPENAI, "messages": [{"role": "user", "content": "t5 t6"}]}
-COMPLETION: dict[str, Any] = {**_OPENAI, "prompt": "t5 t6"}
-UNKEPT = {"exact_weight_version": "v9", "version_timeout_s": 0}
-
-
-class Router(Server):
-    """A router, in the place of a server: it takes requests, and knows none of our calls."""
-
-    def healthy(self) -> set[str]:
-        """Return the URLs of the servers that get requests."""
-        workers = self.get("/workers").get("workers", [])
-        return {worker["url"] for worker in workers if worker["is_healthy"]}
 
 
 @contextlib.contextmanager
 def route(
     servers: Sequence[Server], *flags: str, log: Path, named_by: Sequence[str] | None = None
-) -> Iterator[Router]:
+) -> Iterator[Gateway]:
     """Run a router for the block. At its begin all ``servers`` get requests.
 
     ``named_by`` are other flags that name the servers to the router.
     """
     port = free_port()
-    arguments: list[str | Path] = [
+    command: list[str | Path] = [
         python_of("router"), "-m", "sglang_router.launch_router",
         *(named_by or ("--worker-urls", *(server.url for server in servers))),
         "--host", "127.0.0.1", "--port", str(port),
         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
-        "--policy", "round_robin", "--worker-startup-check-interval", "1",
-        "--health-check-interval-secs", "1", "--health-failure-threshold", "1",
-        "--health-success-threshold", "1", *flags,
+        *WATCHFUL, *flags,
     ]  # fmt: skip
-    with log.open("wb") as sink:
-        process = subprocess.Popen(arguments, stdout=sink, stderr=sink, process_group=0)
-    router = Router(f"http://127.0.0.1:{port}", process, log)
-    try:
-        until("the router sends to all servers", lambda: _sends_to(router, servers))
+    with run_gateway(command, port, servers, log) as router:
         yield router
-    finally:
-        end(process)
-
-
-def _sends_to(router: Router, servers: Sequence[Server]) -> bool:
-    assert router.is_alive(), router.log_text()
-    try:
-        return router.healthy() == {server.url for server in servers}
-    except httpx.ConnectError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +104,7 @@ def fleet(servers: list[Server], checkpoints: Path) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A router that asks the servers whether they are ready."""
     log = tmp_path_factory.mktemp("router") / "router.log"
     with route(servers, *BY_READINESS, log=log) as router:
@@ -135,31 +114,18 @@ def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def router_by_health(
     servers: list[Server], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Router]:
+) -> Iterator[Gateway]:
     """A router with the endpoint that it asks by default, ``/health``."""
     log = tmp_path_factory.mktemp("router") / "by_health.log"
     with route(servers, log=log) as router:
         yield router
 
 
-def send(router: Server, path: str, body: Any, timeout: float = 120) -> httpx.Response:
-    return httpx.post(router.url + path, json=body, timeout=timeout, **PLAIN)
-
-
-def words_of(version: int, count: int = 1) -> str:
-    return f" t{marker.token(version)}" * count
-
-
-def requests_of(server: Server) -> int:
-    """Return how many requests a server has taken."""
-    return server.log_text().count('"POST /generate ')
-
-
 # ---- updates -----------------------------------------------------------------------------
 
 
 def test_streams_through_the_router_go_on_through_updates(
-    servers: list[Server], router: Router, fleet: Fleet, checkpoints: Path
+    servers: list[Server], router: Gateway, fleet: Fleet, checkpoints: Path
 ) -> None:
     streams = start_running(router, 6, tokens=LONG)
     whole = start(router, 6, tokens=LONG, stream=False)
@@ -176,54 +142,30 @@ def test_streams_through_the_router_go_on_through_updates(
 
 
 def test_openai_answers_name_their_versions_through_updates(
-    router: Router, fleet: Fleet, checkpoints: Path
+    router: Gateway, fleet: Fleet, checkpoints: Path
 ) -> None:
     """The router passes our headers, also of a stream's beginning."""
     for version in 0, 1, 2:
         if version:
             fleet.update_from_disk(str(checkpoints / f"v{version}"), weight_version=f"v{version}")
         for _ in range(2):
-            chat = send(router, CHAT_PATH, CHAT)
-            assert chat.json()["choices"][0]["message"]["content"] == words_of(version, 3)
-            completion = send(router, COMPLETIONS_PATH, COMPLETION)
-            assert completion.json()["choices"][0]["text"] == words_of(version, 3)
-            for answer in chat, completion:
-                assert answer.headers["x-inflight-weight-version-start"] == f"v{version}"
-                assert answer.headers["x-inflight-weight-version-end"] == f"v{version}"
+            expect_openai_answers(router, version)
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 def test_openai_streams_go_on_through_an_update(
-    router: Router, fleet: Fleet, checkpoints: Path, path: str
+    router: Gateway, fleet: Fleet, checkpoints: Path, path: str
 ) -> None:
-    body = {**(CHAT if path == CHAT_PATH else COMPLETION), "max_tokens": LONG, "stream": True}
-    said: list[str] = []
-    updated = False
-    with httpx.stream("POST", router.url + path, json=body, timeout=120, **PLAIN) as answer:
-        for line in answer.iter_lines():
-            said += _words(read_event(line))
-            if len(said) >= 20 and not updated:
-                fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
-                updated = True
-    assert answer.headers["x-inflight-weight-version-start"] == "v0"
-    of_old = said.count(words_of(0).strip())
-    assert said == (words_of(0) * of_old + words_of(1) * (LONG - of_old)).split()
-    assert 20 <= of_old < LONG
-
-
-def _words(event: Any) -> list[str]:
-    """Return the words of a stream's event: each is a token."""
-    if not event or not event["choices"]:
-        return []
-    choice = event["choices"][0]
-    text = choice["text"] if "text" in choice else choice["delta"].get("content")
-    return (text or "").split()
+    v1 = str(checkpoints / "v1")
+    expect_openai_stream_through(
+        router, path, lambda: fleet.update_from_disk(v1, weight_version="v1")
+    )
 
 
 # ---- our fields and routes ---------------------------------------------------------------
 
 
-def test_completions_through_the_router_keep_their_contract(router: Router, fleet: Fleet) -> None:
+def test_completions_through_the_router_keep_their_contract(router: Gateway, fleet: Fleet) -> None:
     for fields in UNKEPT, {"custom_params": UNKEPT}:
         refused = send(router, COMPLETIONS_PATH, {**COMPLETION, **fields})
         assert refused.status_code == 503, refused.text
@@ -248,7 +190,7 @@ def test_completions_through_the_router_keep_their_contract(router: Router, flee
     ],
 )
 def test_router_drops_contracts_of_other_routes(
-    servers: list[Server], router: Router, fleet: Fleet, path: str, body: dict[str, Any]
+    servers: list[Server], router: Gateway, fleet: Fleet, path: str, body: dict[str, Any]
 ) -> None:
     """The server cannot refuse what the router has dropped; the answer's headers tell it."""
     assert send(servers[0], path, body).status_code in (409, 503)
@@ -274,7 +216,7 @@ def test_router_drops_contracts_of_other_routes(
         ("POST", "/abort_request"),
     ],
 )
-def test_control_calls_end_at_the_router(router: Router, method: str, path: str) -> None:
+def test_control_calls_end_at_the_router(router: Gateway, method: str, path: str) -> None:
     """Updates and pauses go to each server: a router would give them to one of them."""
     answer = httpx.request(method, router.url + path, timeout=60, **PLAIN)
     assert answer.status_code == 404, answer.text
@@ -284,7 +226,7 @@ def test_control_calls_end_at_the_router(router: Router, method: str, path: str)
 
 
 def test_router_that_asks_for_readiness_leaves_out_a_paused_server(
-    servers: list[Server], router: Router, fleet: Fleet
+    servers: list[Server], router: Gateway, fleet: Fleet
 ) -> None:
     pause(servers[0], "in_place")
     until("the paused server is left out", lambda: router.healthy() == {servers[1].url})
@@ -296,7 +238,7 @@ def test_router_that_asks_for_readiness_leaves_out_a_paused_server(
 
 
 def test_router_that_asks_for_health_sends_to_a_paused_server(
-    servers: list[Server], router_by_health: Router, fleet: Fleet
+    servers: list[Server], router_by_health: Gateway, fleet: Fleet
 ) -> None:
     """Half of the requests wait there, and none is lost."""
     pause(servers[0], "in_place")
