@@ -14,7 +14,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-extension test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router matrix families \
+.PHONY: demo rl test test-extension test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router test-smg matrix families \
 	test-upstream test-version port lint doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -64,6 +64,9 @@ test-areal: $(READY) .venv-areal/.ready
 
 test-router: $(READY) .venv-router/.ready
 	$(BIN)/python -m pytest tests/trainers/router
+
+test-smg: $(READY) .venv-smg/.ready
+	$(BIN)/python -m pytest tests/trainers/smg
 
 # The table of what works where (docs/matrix.md): every cell is run.
 matrix: $(PAIRS)
@@ -147,6 +150,11 @@ $(PAIRS): $(READY)
 .venv-router/.ready:
 	$(PYTHON) -m venv .venv-router
 	.venv-router/bin/pip install --quiet sglang-router==0.3.2
+	touch $@
+
+.venv-smg/.ready:
+	$(PYTHON) -m venv .venv-smg
+	.venv-smg/bin/pip install --quiet smg==1.13.0
 	touch $@
 
 # SGLang, verl, and the trainer's libraries in one environment: verl's server runs SGLang in an actor
