@@ -85,6 +85,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         move_adapters=_why_not_moved(args, queue),
         pin=_why_not_pinned(args, queue, fence),
         forced_tokens=_why_not_forced(args),
+        continued=_why_not_continued(args),
     )
 
 
@@ -336,6 +337,19 @@ def _why_not_forced(args: ServerArgs) -> str | None:
     }
     what = _first_set(others)
     return what and f"a request cannot be given its tokens with {what}"
+
+
+def _why_not_continued(args: ServerArgs) -> str | None:
+    """Return why a request cannot go on from another server's output, or None."""
+    if not any("continued" in extension.offers for extension in extensions_on()):
+        return "a request cannot go on from an output: the extension for that is off"
+    others = {
+        "speculative decoding: nobody tried both": args.speculative_algorithm is not None,
+        "--dllm-algorithm, which makes blocks of tokens": args.dllm_algorithm is not None,
+        "--disaggregation-mode: nobody tried both": args.disaggregation_mode != "null",
+    }
+    what = _first_set(others)
+    return what and f"a request cannot go on from an output with {what}"
 
 
 def _first_set(flags: Mapping[str, bool]) -> str | None:

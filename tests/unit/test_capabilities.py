@@ -28,7 +28,7 @@ NO_PAUSE = {
 # rows of a server of a pair
 A_PAIR = {
     *("in_place", "recompute", "kv_max_age", "keep_weights", "move_adapters", "pin"),
-    "forced_tokens",
+    *("forced_tokens", "continued"),
 }
 STORE = {"fence", "recompute", "kv_max_age", "pin"}
 # SGLang composes the parameters at run time
@@ -60,17 +60,17 @@ def graphs(*, decode: str, prefill: str) -> Any:
         ({"enable_lora": False}, {"move_adapters"}, "--enable-lora"),
         ({"dp_size": 2}, {"move_adapters"}, "--dp-size"),
         ({"pp_size": 2}, {"in_place", "kv_max_age", "move_adapters", "pin"}, "--pp-size"),
-        ({"speculative_algorithm": "NGRAM"}, {"pin", "forced_tokens"}, "speculative"),
+        ({"speculative_algorithm": "NGRAM"}, {"pin", "forced_tokens", "continued"}, "speculative"),
         ({"attn_dp_size": 2, "tp_size": 2}, {"pin"}, "--enable-dp-attention"),
         ({"pp_size": 2, "attn_dp_size": 2}, NO_PAUSE, "--pp-size"),
         (
             {"pp_size": 2, "speculative_algorithm": "NGRAM"},
-            NO_PAUSE | {"forced_tokens"},
+            NO_PAUSE | {"forced_tokens", "continued"},
             "--pp-size|speculative decoding",
         ),
         (
             {"pp_size": 2, "disaggregation_mode": "prefill"},
-            NO_PAUSE | {"forced_tokens"},
+            NO_PAUSE | {"forced_tokens", "continued"},
             "--pp-size|--disaggregation-mode",
         ),
         ({"enable_pdmux": True}, NO_PAUSE | {"stage"}, "--enable-pdmux"),

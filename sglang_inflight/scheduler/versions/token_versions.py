@@ -198,6 +198,17 @@ class AdapterVersions:
         if not any(_is_mark(event) for event in events):
             events[:0] = self._marks(req, tokens=0)
 
+    def begin_after(self, req: Req, starts: Sequence[tuple[AdapterLabel, int]]) -> None:
+        """Label the tokens that ``req`` has from another server, and those that follow.
+
+        ``starts`` has the first token of each label.
+        """
+        theirs = [
+            WeightVersionEvent(old_version=_MARK + label.pack(), num_output_tokens=start)
+            for label, start in starts
+        ]
+        req.weight_version_events[:0] = theirs + self._marks(req, tokens=len(req.output_ids))
+
     def move(self, req: Req) -> None:
         """Label the following tokens with the current adapter of ``req``."""
         # a request waiting for its grammar has not begun
