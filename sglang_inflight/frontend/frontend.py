@@ -54,6 +54,8 @@ ENDS: Joint[Callable[[Frontend], Awaitable[None]]] = Joint("end of a server")
 ANSWERS: Joint[Callable[[Frontend, RankAnswer], None]] = Joint("answers")
 # returns why the server is behind its fleet and takes no new request, or None
 BEHIND: Joint[Callable[[Frontend], str | None]] = Joint("behind the fleet")
+# returns why the server leaves its fleet, or None
+LEAVING: Joint[Callable[[Frontend], str | None]] = Joint("leaving the fleet")
 
 
 class Frontend(HasParts):
@@ -166,6 +168,7 @@ class Frontend(HasParts):
             ranks,
             sglangs_pause=self.pauses.sglangs.holds,
             behind=self.why_behind,
+            draining=next(filter(None, (why(self) for why in LEAVING)), None),
             extensions=self._extensions,
         )
 
@@ -193,6 +196,7 @@ def write_status(
     *,
     sglangs_pause: bool,
     behind: str | None = None,
+    draining: str | None = None,
     extensions: tuple[str, ...] = (),
 ) -> Status:
     """Return the first rank's state, and each rank's. Replicas differ only for moments.
@@ -206,6 +210,7 @@ def write_status(
         **_side_by_side(ranks[0]) | pause,
         role=ranks[0].role,
         behind=behind,
+        draining=draining,
         extensions=extensions,
         capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(

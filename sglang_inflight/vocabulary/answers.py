@@ -96,6 +96,16 @@ class Expected(Answer, frozen=True, kw_only=True):
     behind: str | None
 
 
+class Drained(Answer, frozen=True, kw_only=True):
+    """The server drains, or takes new requests again."""
+
+    success: bool = True
+    message: str
+    draining: bool
+    # requests that ran and waited at the call
+    requests: int
+
+
 class WeightsStatus(Answer, frozen=True, kw_only=True):
     """The served weights."""
 
@@ -232,6 +242,8 @@ class Capabilities(Answer, frozen=True, kw_only=True):
     pin: str | None = None
     # requests that emit given tokens
     forced_tokens: str | None = None
+    # requests that go on from the output that they have had at another server
+    continued: str | None = None
 
 
 class State(PauseStatus, frozen=True, kw_only=True):
@@ -265,6 +277,8 @@ class Status(State, frozen=True, kw_only=True):
     role: Role = "both"
     # why the server takes no new requests: its fleet serves another version
     behind: str | None = None
+    # why the server leaves its fleet: it drains
+    draining: str | None = None
     # names of the extensions that are on
     extensions: tuple[str, ...] = ()
     capabilities: Capabilities

@@ -145,6 +145,19 @@ class ExpectBody(Body, kw_only=True):
             raise Refused("digest needs the weight_version that it belongs to")
 
 
+class DrainBody(Body, kw_only=True):
+    """Take no new requests, and end those that still run at a deadline."""
+
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)] = 30.0
+    # take new requests again
+    cancel: bool = False
+    # for people who read the status and the log
+    reason: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+    def __post_init__(self) -> None:
+        check_name("reason", self.reason)
+
+
 class ContinueBody(Body, kw_only=True):
     sglang = "ContinueGenerationReqInput"
 

@@ -13,6 +13,7 @@ from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
     Deferred,
+    Drained,
     Expected,
     Grant,
     Inactive,
@@ -36,6 +37,7 @@ from sglang_inflight.vocabulary.bodies import (
     DiscardBody,
     DiskBody,
     DistributedBody,
+    DrainBody,
     EndBody,
     ExpectBody,
     IPCBody,
@@ -369,6 +371,19 @@ _ROWS = (
 
         While the server serves another version, or other weights than ``digest``, it is not ready
         and refuses new requests with ``Behind``.
+        """,
+    ),
+    Call(
+        name="drain",
+        path="/inflight/drain",
+        body=DrainBody,
+        answers=(Drained,),
+        positional=None,
+        doc="""
+        Take no new requests, and end those that still run after ``deadline_s``.
+
+        Requests that end so have the tokens they have, and ``finish_reason`` ``abort``. ``cancel``
+        ends the drain.
         """,
     ),
     Call(

@@ -24,6 +24,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     # not at the top: without an extension's folder the other tests run
     from sglang_inflight.extensions.adapters.adapters import add_handlers
     from sglang_inflight.extensions.contracts import version_waits
+    from sglang_inflight.extensions.drain import drain
     from sglang_inflight.extensions.fleet import fleet_version as fleet
     from sglang_inflight.extensions.memory import front_end as memory
     from sglang_inflight.extensions.saves import front_end as saves
@@ -51,6 +52,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         shards.add_handlers,
         memory.add_handlers,
         add_handlers,
+        drain.add_handler,
         fleet.add_handler,
         version_waits.add_handler,
     ):
