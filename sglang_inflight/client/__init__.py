@@ -3,6 +3,8 @@
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
 
+A fleet also makes rollouts, which go on when their server dies.
+
 ``Sender`` broadcasts a trainer's weights to one server or many, and ``ShardSender`` sends those of
 a sharded trainer. ``changes_since``, ``Snapshot`` and ``write_changes`` find and write what a
 version changes. ``digests`` says what is sent, for the server to compare. These need torch.
@@ -19,6 +21,7 @@ from sglang_inflight.client.changes_folder import write_changes
 from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.returning import CaughtUp, FleetTable, VersionUnclear
+from sglang_inflight.client.rollouts.rollouts import RolloutLost
 from sglang_inflight.client.sender import GroupFailed, Sender
 from sglang_inflight.client.shard_parts import Shard
 from sglang_inflight.client.shard_sender import ShardSender
@@ -32,6 +35,7 @@ from sglang_inflight.client.spans import (
 from sglang_inflight.tensor_digest import digest, digest_of_all, digests
 from sglang_inflight.vocabulary.answers import (
     Begun,
+    Drained,
     Expected,
     Grant,
     MemoryMoved,
@@ -50,6 +54,7 @@ __all__ = [
     "Begun",
     "CaughtUp",
     "Client",
+    "Drained",
     "Expected",
     "Fleet",
     "FleetRefused",
@@ -64,6 +69,7 @@ __all__ = [
     "Receipt",
     "Release",
     "Report",
+    "RolloutLost",
     "Saved",
     "Sender",
     "Served",

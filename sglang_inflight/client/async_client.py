@@ -38,6 +38,7 @@ from sglang_inflight.client.fields import (
 from sglang_inflight.client.layouts import SentLayouts
 from sglang_inflight.vocabulary.answers import (
     Begun,
+    Drained,
     Expected,
     Grant,
     MemoryMoved,
@@ -583,6 +584,16 @@ class AsyncClient:
         )
         return self._read(Expected, told)
 
+    async def drain(
+        self, deadline_s: float = 30.0, *, reason: str | None = None, cancel: bool = False
+    ) -> Drained:
+        """Have the server take no new requests, and end those that run after ``deadline_s``.
+
+        Requests that end so have the tokens they have. ``cancel`` ends the drain.
+        """
+        fields = {"cancel": True} if cancel else {"deadline_s": deadline_s, "reason": reason}
+        return self._read(Drained, await self._post("drain", **fields))
+
     async def why_not_ready(self) -> str | None:
         """Return why the server takes no new requests (``/ready``), or None if it takes them."""
         reply = await self._request("GET", "/ready", attempts=ATTEMPTS)
@@ -613,6 +624,13 @@ class AsyncClient:
         return self._read(MemoryMoved, moved)
 
     # ---- how -------------------------------------------------------------------------
+
+    def streamed(self, path: str, body: Json) -> AbstractAsyncContextManager[httpx.Response]:
+        """Send a request for tokens. The block has the response, whose body comes meanwhile.
+
+        Raises ``httpx.HTTPError`` for a broken connection. Nothing is sent twice.
+        """
+        return self._http.stream("POST", path, json=body)
 
     def _reporting(self, on_progress: OnProgress | None) -> AbstractAsyncContextManager[None]:
         if on_progress is None:

@@ -21,7 +21,15 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
@@ -29,7 +37,7 @@ import anyio
 import httpx
 
 from sglang_inflight.client.aio import ContextGroup, together
-from sglang_inflight.client.answers import NoAnswer
+from sglang_inflight.client.answers import Json, NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.fields import FleetDiskOptions, FleetFields, OnProgress, UpdateOptions
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
@@ -42,6 +50,7 @@ from sglang_inflight.client.returning import (
     make_table,
     peers_of,
 )
+from sglang_inflight.client.rollouts.rollouts import Rollouts
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
@@ -97,6 +106,7 @@ class AsyncFleet:
         if len({server.url for server in self.servers}) < len(self.servers):
             raise ValueError("a server is named twice")
         self._in_session = False
+        self._rollouts = Rollouts(self.servers, lambda: self.left_out)
         # URLs of the servers that take no part in updates, pauses and rollbacks
         self.left_out: set[str] = set()
 
@@ -137,6 +147,29 @@ class AsyncFleet:
         """
         every = [server.url for server in self.servers]
         return await self._everywhere(Report("status"), AsyncClient.status, every)
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """Make a rollout, and return the answer to ``body``, which is one of ``/generate``.
+
+        The answer is an object, or a list of objects for samples and batches.
+
+        The rollout outlives its server: if that dies or drains, the rollout goes on at another one
+        from the tokens that have come. ``meta_info.servers`` says where which tokens were made.
+        Samples and prompts of a batch are rollouts of their own. A server is chosen by version,
+        cached prefix and load.
+
+        Raises ``Refused`` for a request that a server refuses, and ``RolloutLost`` if no server
+        takes it for ten minutes.
+        """
+        return await self._rollouts.generate(body)
+
+    def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json]:
+        """Yield the answer of ``generate`` as it grows, each time from its first token on.
+
+        Answers of samples and batches have an ``index``. A rollout whose records no other server
+        has raises ``RolloutLost`` when it would have to move.
+        """
+        return self._rollouts.stream(body)
 
     async def wait_for(
         self, *, weight_version: str, timeout_s: float | None = None
@@ -526,7 +559,9 @@ class AsyncFleet:
         async with ContextGroup() as blocks:
 
             async def begin(server: AsyncClient) -> Begun:
-                found.answers[server.url] = await server.status()
+                status = found.answers[server.url] = await server.status()
+                if status.draining is not None:
+                    raise Conflict(status.draining)
                 block = server.opened(on_busy=on_busy, **fields)
                 return await blocks.enter(server.url, block)
 
@@ -541,8 +576,26 @@ class AsyncFleet:
             await self._all_or_none("begin", begin)
             yield report
             await self._all_or_none("seal", seal)
-            await self._commit(report, end, _prefill_first(found))
+            staying = [server.url for server in self.taking_part]
+            await self._commit(report, end, _prefill_first(found, staying))
+            await self._excuse_draining(report)
             _require_one_side(report)
+
+    async def _excuse_draining(self, report: Report[A]) -> None:
+        """Leave out servers that refused because they drain, unless all do.
+
+        A silent server is not asked again: the caller would wait for it twice.
+        """
+        refused = {u for u, error in report.failures.items() if isinstance(error, Refused)}
+        if not refused:
+            return
+        found = await self._everywhere(Report("status"), AsyncClient.status, refused)
+        leaving = {url for url, s in found.answers.items() if s.draining is not None}
+        if not leaving or leaving >= {server.url for server in self.taking_part}:
+            return
+        self.leave_out(leaving)
+        for url in leaving:
+            logger.warning("%s takes no part any more: %s", url, report.failures.pop(url))
 
     async def _commit(
         self,
@@ -587,6 +640,7 @@ class AsyncFleet:
     ) -> Report[A]:
         """Run a phase before the commit, and raise ``FleetRefused`` if a server failed."""
         report = await self._everywhere(Report(phase), call)
+        await self._excuse_draining(report)
         _require_all(report)
         return report
 

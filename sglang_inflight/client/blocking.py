@@ -173,6 +173,7 @@ class Client(Blocking[AsyncClient]):
     offer_served_weights = waiting(AsyncClient.offer_served_weights)
     withdraw_served_weights = waiting(AsyncClient.withdraw_served_weights)
     expect_version = waiting(AsyncClient.expect_version)
+    drain = waiting(AsyncClient.drain)
     why_not_ready = waiting(AsyncClient.why_not_ready)
 
 
@@ -198,6 +199,7 @@ class Fleet(Blocking[AsyncFleet]):
         self.client.leave_out(urls)
 
     status = waiting(AsyncFleet.status)
+    generate = waiting(AsyncFleet.generate)
     wait_for = waiting(AsyncFleet.wait_for)
     paused = waiting_block(AsyncFleet.paused)
     update = waiting(AsyncFleet.update)

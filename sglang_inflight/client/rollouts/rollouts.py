@@ -1,0 +1,273 @@
+"""Makes rollouts on a fleet, each of which outlives its server.
+
+    the server …                          the rollout …
+    dies, or its stream breaks            goes on elsewhere, from the tokens that have come
+    drains (``finish_reason`` ``abort``)  goes on elsewhere, from all its tokens
+    refuses with 503                      is sent to another server; after all, again
+    refuses with another 4xx              is refused
+
+A rollout is a stream from its server, also for a caller who waits for the whole answer: the tokens
+of a dead server would be lost otherwise. Its next server gets them as ``output_so_far``, and its
+answer is the whole one. A request whose records no other server has (``return_sampling_mask``,
+``return_hidden_states``, a record for a replay) begins anew, unless its caller has tokens of it.
+
+Everything runs on the event loop of the fleet's first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+
+from sglang_inflight.client.aio import together
+from sglang_inflight.client.answers import Json, read_json, read_reply, say_why
+from sglang_inflight.client.async_client import AsyncClient
+from sglang_inflight.client.rollouts.output import Output
+from sglang_inflight.client.rollouts.servers import LOOK_S, Place, Servers, wanted_versions
+from sglang_inflight.vocabulary.errors import OutcomeUnknown, Refused
+
+logger = logging.getLogger(__name__)
+
+# longest time without a server for a rollout
+PATIENCE_S = 600.0
+# times a server may fail with an error of its own (5xx other than 503) before the rollout fails
+_MOST_FAILURES = 3
+_BUSY = 503
+
+
+# fields of a batch with a value for each prompt
+_PER_PROMPT = (
+    "rid",
+    "sampling_params",
+    "lora_path",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+)
+_DATA, _END = "data: ", "data: [DONE]"
+
+
+class RolloutLost(OutcomeUnknown):
+    """A rollout could not go on: no server took it in time, or none can go on with it."""
+
+
+class _Moves(Exception):
+    """The rollout leaves its server."""
+
+    def __init__(self, why: str, *, is_dead: bool = False) -> None:
+        super().__init__(why)
+        self.is_dead = is_dead
+
+
+class _Failed(Exception):
+    """The server failed with an error of its own."""
+
+
+class Rollouts:
+    """Rollouts on the servers of one fleet."""
+
+    def __init__(
+        self,
+        clients: Sequence[AsyncClient],
+        left_out: Callable[[], Collection[str]],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """``left_out`` returns the URLs of servers that take no rollouts now."""
+        self.servers = Servers(clients)
+        self._left_out = left_out
+        self._patience_s = patience_s
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """Return the answer to a body of ``/generate``; a list for samples and batches."""
+        parts = split(body)
+        if parts is None:
+            async with aclosing(self._run(body, streams=False)) as answers:
+                return await anext(answers)
+        found: list[Any] = [None] * len(parts)
+
+        async def make(place: int, part: Json) -> None:
+            found[place] = await self.generate(part)
+
+        await together(make(place, part) for place, part in enumerate(parts))
+        return found
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json]:
+        """Yield the answer as it grows, each time from its first token on.
+
+        The answers of samples and batches have an ``index``.
+        """
+        parts = split(body)
+        if parts is None:
+            async with aclosing(self._run(body, streams=True)) as answers:
+                async for answer in answers:
+                    yield answer
+            return
+        queue: asyncio.Queue[Json | None] = asyncio.Queue()
+
+        async def fill(index: int, part: Json) -> None:
+            async with aclosing(self._run(part, streams=True)) as answers:
+                async for answer in answers:
+                    queue.put_nowait({**answer, "index": index})
+
+        async def fill_all() -> None:
+            try:
+                await together(fill(index, part) for index, part in enumerate(parts))
+            finally:
+                queue.put_nowait(None)
+
+        task = asyncio.create_task(fill_all())
+        try:
+            while (grown := await queue.get()) is not None:
+                yield grown
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, body: Mapping[str, Any], *, streams: bool) -> AsyncGenerator[Json]:
+        """Yield one rollout's answer as it grows. ``streams``: the caller keeps what is yielded."""
+        output = Output(body)
+        name = body.get("rid") or uuid.uuid4().hex
+        failures, number = 0, 0
+        busy: set[str] = set()
+        while True:
+            place = await self._find(body, output, busy)
+            # SGLang lets one request at a time have a name, and the last one may not have ended
+            request = {**output.next_body(), "rid": f"{name}-{number}" if number else name}
+            number += 1
+            place.requests += 1
+            try:
+                async with aclosing(self._chunks(place, request)) as chunks:
+                    async for chunk in chunks:
+                        if not output.take(chunk, place.url):
+                            continue
+                        if await self._was_handed_back(output, place):
+                            raise _Moves("drained")
+                        if streams or output.finish_reason is not None:
+                            answer = output.answer(place.url)
+                            answer["meta_info"]["id"] = name
+                            yield answer
+                        if output.finish_reason is not None:
+                            return
+                raise _Moves("its stream broke off", is_dead=True)
+            except _Moves as moves:
+                why = str(moves)
+                busy.add(place.url)
+                if moves.is_dead:
+                    place.status, place.why_not = None, why
+            except (_Failed, httpx.HTTPStatusError) as error:
+                failures += 1
+                if failures == _MOST_FAILURES:
+                    raise RolloutLost(f"{place.url}: {error}") from error
+                busy.add(place.url)
+                why = str(error)
+            finally:
+                place.requests -= 1
+            self._leave(output, place, why, streams=streams)
+
+    def _leave(self, output: Output, place: Place, why: str, *, streams: bool) -> None:
+        lost = output.why_not_movable()
+        logger.warning("A rollout leaves %s with %d tokens: %s", place.url, len(output.tokens), why)
+        if lost is None:
+            if output.tokens:
+                output.move(place.url, why)
+        elif streams:
+            raise RolloutLost(f"{place.url}: {why}, and no other server can go on: {lost}")
+        else:
+            output.restart()
+
+    async def _find(self, body: Mapping[str, Any], output: Output, busy: set[str]) -> Place:
+        """Return a server for the rollout's next part, and wait for one if need be.
+
+        ``busy``: servers that have just refused it, or left it. They are asked again after others.
+        """
+        spans = output.meta.get("weight_versions") or ()
+        wanted = wanted_versions(body, spans[-1]["version"] if spans else None)
+        tokens = body.get("input_ids")
+        give_up_at = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            await self.servers.look()
+            place = self.servers.choose(tokens, wanted, busy | {*self._left_out()})
+            if place is not None:
+                return place
+            if asyncio.get_running_loop().time() > give_up_at:
+                whys = ", ".join(f"{p.url}: {p.why_not}" for p in self.servers.places.values())
+                raise RolloutLost(f"no server took the rollout in {self._patience_s:g} s ({whys})")
+            busy.clear()
+            await asyncio.sleep(LOOK_S)
+
+    async def _was_handed_back(self, output: Output, place: Place) -> bool:
+        """Return whether the server ended the request because the server leaves."""
+        reason = output.finish_reason
+        if reason is None or reason.get("type") != "abort":
+            return False
+        await place.look()
+        return place.is_leaving
+
+    async def _chunks(self, place: Place, body: Mapping[str, Any]) -> AsyncGenerator[Json]:
+        """Yield the chunks of a request. Raises ``_Moves`` if another server is to make it."""
+        try:
+            async with place.client.streamed("/generate", {**body, "stream": True}) as response:
+                if not response.is_success:
+                    reply = await read_reply(response)
+                    if response.status_code == _BUSY:
+                        raise _Moves(say_why(reply))
+                    read_json(reply)
+                async for line in response.aiter_lines():
+                    if not line.startswith(_DATA) or line == _END:
+                        continue
+                    chunk = json.loads(line.removeprefix(_DATA))
+                    if "error" in chunk:
+                        raise _read_error(chunk["error"])
+                    yield chunk
+        except httpx.TransportError as error:
+            raise _Moves(f"{type(error).__name__} {error}".strip(), is_dead=True) from error
+        except json.JSONDecodeError as error:
+            raise _Moves(f"it broke off amid a chunk: {error}", is_dead=True) from error
+
+
+def _read_error(error: Any) -> Exception:
+    """Return what a stream's error means: a request that is refused, or that another may take."""
+    code = error.get("code") if isinstance(error, dict) else None
+    said = str(error.get("message") if isinstance(error, dict) else error)
+    if isinstance(code, int) and code >= 500:
+        return _Moves(said) if code == _BUSY else _Failed(said)
+    return Refused(said)
+
+
+def split(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return one body for each prompt and sample, or None for a body of one.
+
+    Sample ``i`` of a prompt has the request's seed plus ``i``, as on one server.
+    """
+    field = "input_ids" if body.get("input_ids") is not None else "text"
+    prompts = body.get(field)
+    is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list | str)
+    count = len(prompts) if is_batch and prompts is not None else 1
+    parts: list[Json] = []
+    for place in range(count):
+        of_prompt = dict(body)
+        if is_batch and prompts is not None:
+            of_prompt[field] = prompts[place]
+            for name in _PER_PROMPT:
+                if isinstance(value := body.get(name), list):
+                    of_prompt[name] = value[place]
+        sampling = of_prompt.get("sampling_params") or {}
+        for sample in range(sampling.get("n") or 1):
+            params = {**sampling, "n": 1}
+            if params.get("sampling_seed") is not None:
+                params["sampling_seed"] += sample
+            part = {**of_prompt, "sampling_params": params}
+            if isinstance(rid := of_prompt.get("rid"), str):
+                part["rid"] = f"{rid}_{len(parts)}"
+            parts.append(part)
+    is_one = len(parts) == 1 and not is_batch
+    return None if is_one else parts
