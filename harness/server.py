@@ -121,13 +121,14 @@ def serve(
     fresh: bool = False,
     command: Sequence[str] | None = None,
     cwd: Path | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Start ``sglang serve`` on ``model``, and afterwards end it with all its processes.
 
     ``fresh`` starts it as users do, for effects of a real start; it takes many times as long.
     ``command`` is another way to launch it, from the folder ``cwd``.
     """
-    port = free_port()
+    port = port or free_port()
     arguments = [
         *(command or (AS_USERS_DO if fresh else IN_A_FORK)), "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",

@@ -52,7 +52,7 @@ class Place:
             return
         status = self.status
         rejects = "it rejects new requests" if status.new_requests == "reject" else None
-        self.why_not = status.draining or status.behind or rejects
+        self.why_not = status.draining or status.behind or status.memory.hollow or rejects
 
     @property
     def is_leaving(self) -> bool:
