@@ -5,6 +5,7 @@
     drains (``finish_reason`` ``abort``)  goes on elsewhere, from all its tokens
     refuses with 503                      is sent to another server; after all, again
     refuses with another 4xx              is refused
+    is the third in a row that dies       is lost: it may be what they die of
 
 A rollout is a stream from its server, also for a caller who waits for the whole answer: the tokens
 of a dead server would be lost otherwise. Its next server gets them as ``output_so_far``, and its
@@ -30,14 +31,20 @@ from sglang_inflight.client.aio import together
 from sglang_inflight.client.answers import Json, read_json, read_reply, say_why
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.rollouts.output import Output
-from sglang_inflight.client.rollouts.servers import LOOK_S, Place, Servers, wanted_versions
+from sglang_inflight.client.rollouts.servers import (
+    LONG_ANSWER_S,
+    LOOK_S,
+    Place,
+    Servers,
+    wanted_versions,
+)
 from sglang_inflight.vocabulary.errors import OutcomeUnknown, Refused
 
 logger = logging.getLogger(__name__)
 
 # longest time without a server for a rollout
 PATIENCE_S = 600.0
-# times a server may fail with an error of its own (5xx other than 503) before the rollout fails
+# servers in a row that may fail with a rollout before they have made a token of it
 _MOST_FAILURES = 3
 _BUSY = 503
 
@@ -59,15 +66,15 @@ class RolloutLost(OutcomeUnknown):
 
 
 class _Moves(Exception):
-    """The rollout leaves its server."""
-
-    def __init__(self, why: str, *, is_dead: bool = False) -> None:
-        super().__init__(why)
-        self.is_dead = is_dead
+    """The rollout leaves its server, which goes on."""
 
 
-class _Failed(Exception):
-    """The server failed with an error of its own."""
+class _Dead(_Moves):
+    """The server cannot be reached."""
+
+
+class _Failed(_Moves):
+    """The server failed, or died, while it had the request."""
 
 
 class Rollouts:
@@ -139,6 +146,7 @@ class Rollouts:
         failures, number = 0, 0
         busy: set[str] = set()
         while True:
+            before = len(output.tokens)
             place = await self._find(body, output, busy)
             # SGLang lets one request at a time have a name, and the last one may not have ended
             request = {**output.next_body(), "rid": f"{name}-{number}" if number else name}
@@ -157,23 +165,26 @@ class Rollouts:
                             yield answer
                         if output.finish_reason is not None:
                             return
-                raise _Moves("its stream broke off", is_dead=True)
+                raise _Failed("its stream broke off")
             except _Moves as moves:
-                why = str(moves)
                 busy.add(place.url)
-                if moves.is_dead:
-                    place.status, place.why_not = None, why
-            except (_Failed, httpx.HTTPStatusError) as error:
-                failures += 1
-                if failures == _MOST_FAILURES:
-                    raise RolloutLost(f"{place.url}: {error}") from error
-                busy.add(place.url)
-                why = str(error)
+                self._leave(output, place, moves, streams=streams)
+                if isinstance(moves, _Failed):
+                    # a request may be what its servers die of
+                    failures = failures + 1 if len(output.tokens) <= before else 1
+                    if failures == _MOST_FAILURES:
+                        raise RolloutLost(
+                            f"{failures} servers in a row failed with this rollout, and none made "
+                            f"a token of it; the last was {place.url}: {moves}"
+                        ) from moves
             finally:
                 place.requests -= 1
-            self._leave(output, place, why, streams=streams)
 
-    def _leave(self, output: Output, place: Place, why: str, *, streams: bool) -> None:
+    def _leave(self, output: Output, place: Place, moves: _Moves, *, streams: bool) -> None:
+        why = str(moves)
+        if isinstance(moves, _Dead | _Failed):
+            # until the next look
+            place.status, place.why_not = None, why
         lost = output.why_not_movable()
         logger.warning("A rollout leaves %s with %d tokens: %s", place.url, len(output.tokens), why)
         if lost is None:
@@ -209,7 +220,7 @@ class Rollouts:
         reason = output.finish_reason
         if reason is None or reason.get("type") != "abort":
             return False
-        await place.look()
+        await place.look(LONG_ANSWER_S)
         return place.is_leaving
 
     async def _chunks(self, place: Place, body: Mapping[str, Any]) -> AsyncGenerator[Json]:
@@ -220,6 +231,8 @@ class Rollouts:
                     reply = await read_reply(response)
                     if response.status_code == _BUSY:
                         raise _Moves(say_why(reply))
+                    if response.is_server_error:
+                        raise _Failed(say_why(reply))
                     read_json(reply)
                 async for line in response.aiter_lines():
                     if not line.startswith(_DATA) or line == _END:
@@ -228,10 +241,12 @@ class Rollouts:
                     if "error" in chunk:
                         raise _read_error(chunk["error"])
                     yield chunk
+        except httpx.ConnectError as error:
+            raise _Dead(f"{error or 'no connection'}") from error
         except httpx.TransportError as error:
-            raise _Moves(f"{type(error).__name__} {error}".strip(), is_dead=True) from error
+            raise _Failed(f"{type(error).__name__} {error}".strip()) from error
         except json.JSONDecodeError as error:
-            raise _Moves(f"it broke off amid a chunk: {error}", is_dead=True) from error
+            raise _Failed(f"it broke off amid a chunk: {error}") from error
 
 
 def _read_error(error: Any) -> Exception:

@@ -20,6 +20,8 @@ from sglang_inflight.vocabulary.errors import InflightError
 # seconds between two looks at the servers
 LOOK_S = 0.5
 _ANSWER_S = 2.0
+# longer than a step, for an answer that decides about a rollout
+LONG_ANSWER_S = 150.0
 # tokens of a block, by which prefixes are compared
 _BLOCK = 64
 _MOST_BLOCKS = 4096
@@ -39,13 +41,13 @@ class Place:
         # this client's own requests there
         self.requests = 0
 
-    async def look(self) -> None:
+    async def look(self, patience_s: float = _ANSWER_S) -> None:
         """Ask the server. A server in a long step answers late, and stays as it was seen last."""
         try:
-            self.status = await asyncio.wait_for(self.client.status(), _ANSWER_S)
+            self.status = await asyncio.wait_for(self.client.status(), patience_s)
         except TimeoutError:
             if self.status is None:
-                self.why_not = f"it did not answer in {_ANSWER_S:g} s"
+                self.why_not = f"it did not answer in {patience_s:g} s"
             return
         except (InflightError, httpx.HTTPError) as error:
             self.status, self.why_not = None, str(error) or type(error).__name__
@@ -69,10 +71,10 @@ class Servers:
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
 
-    async def look(self, *, now: bool = False) -> None:
-        """Ask all servers, at most every ``LOOK_S`` seconds unless ``now``."""
+    async def look(self) -> None:
+        """Ask all servers, at most every ``LOOK_S`` seconds."""
         async with self._looking:
-            if not now and time.monotonic() < self._looked_at + LOOK_S:
+            if time.monotonic() < self._looked_at + LOOK_S:
                 return
             await together(place.look() for place in self.places.values())
             self._looked_at = time.monotonic()

@@ -56,7 +56,11 @@ def require_continuable(frontend: Frontend, prompt: Prompt) -> None:
     if (why := capabilities.now(frontend.can).continued) is not None:
         raise ValueError(f"custom_params.{OUTPUT_SO_FAR} is not possible here: {why}")
     so_far = read_so_far(given)
+    pinned = custom_param(message.sampling_params, "weight_version")
     reasons = {
+        f"weight_version {pinned!r} is about every token, and other versions have made some": (
+            pinned is not None and any(s.version != pinned for s in so_far.weight_versions)
+        ),
         "a beam search has no one output": (message.sampling_params.beam_width or 1) > 1,
         "images, audio and video are not supported": obj.contains_mm_input(),
         "input_embeds are not supported": message.input_embeds is not None,

@@ -65,7 +65,9 @@ def write_spans(
         return compute(events, current_version=packed, num_output_tokens=num_output_tokens)
     changes, marks = split_marks(events)
     if (pinned := pinned_label(events)) is not None:
-        changes, packed = [], pinned.pack()
+        # tokens of another server keep their labels
+        changes = [each for each in changes if VersionLabel.unpack(each.old_version).server]
+        packed = pinned.pack()
     spans = compute(changes, current_version=packed, num_output_tokens=num_output_tokens)
     return cut(spans, marks) if marks else spans
 

@@ -238,6 +238,27 @@ def test_request_that_went_on_goes_through_commits_and_retractions(
     assert len(output.meta["output_token_logprobs"]) == 400
 
 
+def test_pinned_request_keeps_the_labels_of_its_first_server(server: Server) -> None:
+    input_ids = prompt(LENGTH)
+    tokens = generate(server, input_ids)["output_ids"]
+    span = {"version": "v0", "epoch": 7, "server": ELSEWHERE, "start": 0, "end": BEFORE}
+    so_far = {"token_ids": tokens[:BEFORE], "weight_versions": [span]}
+    custom = {"output_so_far": so_far, "weight_version": "v0"}
+    body = {"input_ids": input_ids, "sampling_params": {**GREEDY, "custom_params": custom}}
+    answer = ask(server, "POST", "/generate", body)
+    assert answer["output_ids"] == tokens
+    theirs, ours = answer["meta_info"]["weight_versions"]
+    assert theirs == span
+    assert (ours["version"], ours["start"], ours["end"]) == ("v0", BEFORE, TOKENS)
+    assert "server" not in ours
+
+
+def test_pinned_request_with_tokens_of_other_versions_is_refused(one: Server) -> None:
+    custom = {"output_so_far": made([5, 6]), "weight_version": "v0"}
+    body = {"input_ids": [5, 6], "sampling_params": {**GREEDY, "custom_params": custom}}
+    expect_refusal(one, "/generate", body, "weight_version 'v0' is about every token")
+
+
 def test_samples_go_on_from_the_same_output(server: Server) -> None:
     input_ids = prompt(LENGTH)
     whole = generate(server, input_ids)["output_ids"]

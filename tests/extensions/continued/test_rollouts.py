@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from harness.server import Server, serve
-from sglang_inflight.client import AsyncFleet, Fleet, FleetSplit
+from sglang_inflight.client import AsyncFleet, Fleet, FleetSplit, RolloutLost
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import random_model
 from tests.support.load import ask, pass_boundaries, prompt, status, until
+from tests.support.proxy import Proxy
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
 LENGTH, TOKENS = 40, 400
@@ -186,6 +187,26 @@ def test_rollout_that_cannot_move_begins_anew(
 def test_refused_request_is_refused_once(servers: list[Server], fleet: Fleet) -> None:
     with pytest.raises(Refused, match="vocabulary"):
         fleet.generate(body([5, 1 << 30]))
+
+
+def test_rollout_that_kills_its_servers_is_lost_after_three(servers: list[Server]) -> None:
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server).serving()) for server in servers]
+
+        def lose_at(proxy: Proxy) -> None:
+            def lose() -> None:
+                lose_at(proxy)
+                raise ConnectionAbortedError
+
+            proxy.before("/generate", lose)
+
+        for proxy in proxies:
+            lose_at(proxy)
+        with Fleet([proxy.url for proxy in proxies]) as fleet:
+            with pytest.raises(RolloutLost, match="3 servers in a row failed"):
+                fleet.generate(body())
+            arrivals = [path for proxy in proxies for path in proxy.arrivals]
+            assert arrivals.count("/generate") == 3
 
 
 def test_client_abort_ends_the_rollout(
