@@ -62,6 +62,7 @@ def test_calls_of_extensions_are_not_there(core_server: Server, tmp_path: Path) 
         "/inflight/save",
         "/inflight/discard",
         "/inflight/offer",
+        "/inflight/worker",
         "/pause",
         "/inference/v1/generate",
     ):

@@ -45,6 +45,7 @@ from sglang_inflight.vocabulary.answers import (
     Served,
     StagedSoFar,
     Status,
+    WorkerEntry,
 )
 from sglang_inflight.vocabulary.layouts import layout_digest
 
@@ -81,6 +82,7 @@ __all__ = [
     "StagedSoFar",
     "Status",
     "VersionUnclear",
+    "WorkerEntry",
     "WrongAnswer",
     "changes_since",
     "cover_exactly",

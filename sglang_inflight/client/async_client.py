@@ -51,6 +51,7 @@ from sglang_inflight.vocabulary.answers import (
     Served,
     StagedSoFar,
     Status,
+    WorkerEntry,
 )
 from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, KeepWeights
 from sglang_inflight.vocabulary.calls import TABLE
@@ -69,7 +70,7 @@ PROGRESS_S = 0.25
 CLEANUP_S = 5.0
 # attempts at idempotent calls
 ATTEMPTS = 3
-_STATUS = "/inflight/status"
+_STATUS, _WORKER = "/inflight/status", "/inflight/worker"
 # time limit for checking whether a server runs with us; one without us answers at once
 ASK_S = 10.0
 
@@ -154,6 +155,10 @@ class AsyncClient:
     async def status(self) -> Status:
         """Return state, holders, versions and staging of the server and of each rank."""
         return self._read(Status, await self._call("GET", _STATUS, attempts=ATTEMPTS))
+
+    async def worker(self) -> WorkerEntry:
+        """Return the server's entry for a gateway's list: what it is, serves and can do."""
+        return self._read(WorkerEntry, await self._call("GET", _WORKER, attempts=ATTEMPTS))
 
     async def loads(self) -> Json:
         """Return SGLang's ``/v1/loads``: requests and tokens of each replica."""

@@ -156,6 +156,7 @@ class Client(Blocking[AsyncClient]):
         super().__init__(AsyncClient(url, api_key=api_key, timeout_s=timeout_s))
 
     status = waiting(AsyncClient.status)
+    worker = waiting(AsyncClient.worker)
     loads = waiting(AsyncClient.loads)
     wait_for = waiting(AsyncClient.wait_for)
     pause = waiting(AsyncClient.pause)

@@ -285,6 +285,82 @@ class Status(State, frozen=True, kw_only=True):
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 
 
+# kind of server in a gateway's list; "regular" without disaggregation
+WorkerType = Literal["regular", "prefill", "decode"]
+
+
+class EntryUpdate(Answer, frozen=True, kw_only=True):
+    """The open update, as in ``StagingStatus``."""
+
+    state: str
+    update_id: str | None
+    can_roll_back: bool
+    # why some rank takes no updates
+    refusal: str | None
+
+
+class EntryPause(Answer, frozen=True, kw_only=True):
+    """The pause, as in ``PauseStatus``, with a count of its holders."""
+
+    state: str
+    paused: bool
+    mode: PauseMode | None
+    new_requests: NewRequests
+    holders: int
+
+
+class WorkerAbilities(Answer, frozen=True, kw_only=True):
+    """What a server can do, without the reasons in ``Capabilities``."""
+
+    pause_modes: tuple[PauseMode, ...]
+    # sources of updates: the last words of the calls' names
+    update_from: tuple[str, ...]
+    abort: bool = True
+    flush_cache: bool = True
+    sleep_wake: bool
+    reports_weight_version: bool = True
+    sessions: bool
+    # a refused update changes nothing on any rank
+    two_phase: bool
+    transparent: bool
+    kv_max_age: bool
+    pin: bool
+
+
+class WorkerEntry(Answer, frozen=True, kw_only=True):
+    """A server's entry in a gateway's list. Its size does not grow with the ranks."""
+
+    protocol_version: int = 1
+    engine: str = "sglang"
+    engine_version: str
+    inflight_version: str
+    # gateways have two names for the served model's name
+    model: str
+    model_id: str
+    # latest checkpoint that was served from disk
+    model_path: str
+    worker_type: WorkerType
+    connection_mode: str = "http"
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    # ranks of all replicas
+    world_size: int
+    health: Literal["ready", "not_ready"]
+    why_not_ready: str | None
+    weight_version: str
+    epoch: int
+    # the lowest and the highest of the ranks
+    epochs: tuple[int, int]
+    digest: str | None
+    previous_version: str | None
+    update: EntryUpdate
+    pause: EntryPause
+    capabilities: WorkerAbilities
+    # paths of HTTP calls, without the first slash
+    routes: tuple[str, ...]
+
+
 class Inactive(Answer, frozen=True, kw_only=True):
     """Status of a server running without SGLang Inflight, with the reason."""
 

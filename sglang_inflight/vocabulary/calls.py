@@ -28,6 +28,7 @@ from sglang_inflight.vocabulary.answers import (
     Status,
     WindowGrant,
     WindowRelease,
+    WorkerEntry,
 )
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
@@ -419,6 +420,16 @@ _ROWS = (
         Return the first rank's state, holders, versions and staging; ``ranks`` has each rank's.
 
         If the engine runs without SGLang Inflight, return ``{"active": False}`` with the reason.
+        """,
+    ),
+    Call(
+        name="inflight_worker",
+        path="/inflight/worker",
+        answers=(WorkerEntry,),
+        doc="""
+        Return the engine's entry for a gateway's list: what it is, serves and can do.
+
+        The entry has the same size for any number of ranks.
         """,
     ),
     Call(

@@ -24,6 +24,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
     # not at the top: without an extension's folder the other tests run
     from sglang_inflight.extensions.adapters.adapters import add_handlers
     from sglang_inflight.extensions.contracts import version_waits
+    from sglang_inflight.extensions.control_planes import entry
     from sglang_inflight.extensions.drain import drain
     from sglang_inflight.extensions.fleet import fleet_version as fleet
     from sglang_inflight.extensions.memory import front_end as memory
@@ -55,6 +56,7 @@ def handlers() -> dict[str, tuple[Handler, Handler]]:
         drain.add_handler,
         fleet.add_handler,
         version_waits.add_handler,
+        entry.add_handler,
     ):
         direct = add(front_end, nothing, direct)
     transparent = Transparent.__new__(Transparent)

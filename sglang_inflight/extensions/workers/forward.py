@@ -53,6 +53,7 @@ HERE = frozenset(
         "/inference/v1/generate",
         "/skyrl/v1/generate",
         "/inflight/wait",
+        "/inflight/worker",
         "/ready",
         "/detokenize",
         "/abort_requests",
