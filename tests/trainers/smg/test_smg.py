@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import uuid
@@ -269,6 +272,57 @@ def test_labels_name_more_abilities_until_a_new_registration(
         assert capabilities["update_from"][-1] == "ipc"
         register_again(gateway, worker, servers[0])
         until("labels are gone", lambda: rl.worker(worker).capabilities["source"] == "static")
+
+
+# fields of one name in the gateway's rows and in a server's entry
+SAID_BY_LABELS = ("pause_modes", "update_from")
+SAID_BY_BOTH = (
+    "engine", "engine_version", "model_id", "worker_type", "connection_mode", "tp_size",
+    "dp_size", "pp_size", "health", "weight_version",
+)  # fmt: skip
+
+
+def test_labels_from_a_servers_entry_make_its_row_true(
+    smg: Any, rl: Any, servers: list[Server], checkpoints: Path, tmp_path: Path
+) -> None:
+    """The line of docs/frameworks.md sets them."""
+    with route(servers, log=tmp_path / "gateway.log") as gateway:
+        rl = smg.RL(gateway.url)
+        before = rl.worker(id_of(rl, servers[0]))
+        rl.fanout(DISK, disk(checkpoints, 1), selector=ALL)
+        for server in servers:
+            set_labels_by_the_documents_line(gateway, id_of(rl, server), server)
+        until("the list has the version", lambda: listed(rl) == {"v1"})
+        for server in servers:
+            row = rl.worker(id_of(rl, server))
+            entry = rl.call(row.id, "inflight/worker", method="GET").body
+            assert row.capabilities["source"] == "label"
+            for name in SAID_BY_LABELS:
+                assert row.capabilities[name] == entry["capabilities"][name]
+            for name in SAID_BY_BOTH:
+                assert getattr(row, name) == entry[name], name
+            assert entry["weight_version"] == "v1"
+        assert before.weight_version == "v0"
+        ready = rl.fanout("ready", selector="weight_version=v1", method="GET")
+        assert ready.succeeded == len(servers)
+
+
+def set_labels_by_the_documents_line(gateway: Gateway, worker: str, server: Server) -> None:
+    if shutil.which("jq") is None or shutil.which("curl") is None:
+        pytest.skip("needs curl and jq")
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    (line,) = re.findall(r"^curl .*/inflight/worker .*$", text, re.MULTILINE)
+    line = line.replace("http://one:30000", server.url)
+    line = line.replace("http://gateway:30000", gateway.url)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        env={**os.environ, "id": worker, "no_proxy": "*"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "error" not in done.stdout, done.stdout
 
 
 # ---- calls of one server -----------------------------------------------------------------
