@@ -630,12 +630,14 @@ class AsyncClient:
 
     # ---- how -------------------------------------------------------------------------
 
-    def streamed(self, path: str, body: Json) -> AbstractAsyncContextManager[httpx.Response]:
+    def streamed(
+        self, path: str, body: Json | None, *, method: str = "POST"
+    ) -> AbstractAsyncContextManager[httpx.Response]:
         """Send a request for tokens. The block has the response, whose body comes meanwhile.
 
         Raises ``httpx.HTTPError`` for a broken connection. Nothing is sent twice.
         """
-        return self._http.stream("POST", path, json=body)
+        return self._http.stream(method, path, json=body)
 
     def _reporting(self, on_progress: OnProgress | None) -> AbstractAsyncContextManager[None]:
         if on_progress is None:

@@ -7,7 +7,8 @@ The first chunk of a server that goes on with a rollout has all tokens in both f
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_inflight.client.answers import WrongAnswer
@@ -19,6 +20,15 @@ _LISTS = {
     "output_top_logprobs": "top_logprobs",
     "output_token_ids_logprobs": "token_ids_logprobs",
 }
+# fields of a version contract
+_CONTRACT = (
+    "weight_version",
+    "exact_weight_version",
+    "min_weight_version",
+    "min_epoch",
+    "exact_adapter_version",
+    "min_adapter_version",
+)
 # SGLang's names of what belongs to the prompt, which the first server alone computes
 _OF_PROMPT = "input_"
 # fields of a request whose records of earlier tokens no other server has
@@ -26,11 +36,15 @@ _WITHOUT_MOVES = ("return_sampling_mask", "return_hidden_states", "session_param
 
 
 class Output:
-    """One output of a rollout. ``moves`` has the servers before the present one."""
+    """One output of ``/generate``. ``moves`` has the servers before the present one."""
+
+    path = "/generate"
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         """``body``: of ``/generate``, for one prompt and one sample."""
         self._body = body
+        self._name = body.get("rid") or uuid.uuid4().hex
+        self._requests = 0
         self.tokens: list[int] = []
         self.text: str | None = None
         self.lists: dict[str, list[Any]] = {}
@@ -40,9 +54,21 @@ class Output:
         self._prompt_tokens: list[int] | None = None
 
     @property
-    def finish_reason(self) -> dict[str, Any] | None:
-        reason: dict[str, Any] | None = self.meta.get("finish_reason")
-        return reason
+    def prompt(self) -> Sequence[int] | None:
+        return self._body.get("input_ids")
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason = self.meta.get("finish_reason")
+        return None if reason is None else reason["type"]
+
+    @property
+    def has_contract(self) -> bool:
+        return has_contract(self._body)
+
+    def wanted_versions(self) -> set[str]:
+        spans = self.meta.get("weight_versions") or ()
+        return versions_of_contract(self._body, spans[-1]["version"] if spans else None)
 
     def take(self, chunk: Mapping[str, Any], server: str) -> bool:
         """Take a chunk from ``server``. Returns whether it has new tokens, or the end.
@@ -109,7 +135,10 @@ class Output:
 
     def next_body(self) -> dict[str, Any]:
         """Return the request for the next server: it goes on behind the tokens."""
-        body = dict(self._body)
+        # SGLang lets one request at a time have a name, and the last one may not have ended
+        rid = f"{self._name}-{self._requests}" if self._requests else self._name
+        self._requests += 1
+        body = {**self._body, "rid": rid, "stream": True}
         if not self.tokens:
             return body
         sampling = dict(body.get("sampling_params") or {})
@@ -151,6 +180,7 @@ class Output:
                 **copy.copy(self.meta),
                 **self._of_prompt,
                 **{name: list(values) for name, values in self.lists.items()},
+                "id": self._name,
                 "servers": [*self.moves, last],
             },
         }
@@ -159,3 +189,26 @@ class Output:
         if self._prompt_tokens is not None:
             said["prompt_token_ids"] = self._prompt_tokens
         return said
+
+
+def has_contract(body: Mapping[str, Any]) -> bool:
+    """Whether a body of ``/generate`` says which weights it takes."""
+    custom = (body.get("sampling_params") or {}).get("custom_params") or {}
+    return any(body.get(name, custom.get(name)) is not None for name in _CONTRACT)
+
+
+def versions_of_contract(body: Mapping[str, Any], served: str | None) -> set[str]:
+    """Return the versions that a rollout's next server should serve, by contract or so far.
+
+    ``served``: the version that has made the last token.
+    """
+    sampling = body.get("sampling_params") or {}
+    custom = sampling.get("custom_params") or {}
+    names = {
+        str(value)
+        for field in ("weight_version", "exact_weight_version")
+        if (value := body.get(field, custom.get(field))) is not None
+    }
+    if names or served is None:
+        return names
+    return {served}

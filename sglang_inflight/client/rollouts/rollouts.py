@@ -20,10 +20,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -36,9 +35,8 @@ from sglang_inflight.client.rollouts.servers import (
     LOOK_S,
     Place,
     Servers,
-    wanted_versions,
 )
-from sglang_inflight.vocabulary.errors import OutcomeUnknown, Refused
+from sglang_inflight.vocabulary.errors import NotServed, OutcomeUnknown, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +57,7 @@ _PER_PROMPT = (
     "top_logprobs_num",
 )
 _DATA, _END = "data: ", "data: [DONE]"
+_STREAM = "text/event-stream"
 
 
 class RolloutLost(OutcomeUnknown):
@@ -69,12 +68,59 @@ class _Moves(Exception):
     """The rollout leaves its server, which goes on."""
 
 
+class _Busy(_Moves):
+    """The server refuses the request now, and another one may take it."""
+
+
 class _Dead(_Moves):
     """The server cannot be reached."""
 
 
 class _Failed(_Moves):
     """The server failed, or died, while it had the request."""
+
+
+class Rollout(Protocol):
+    """One rollout, in the form of one route."""
+
+    path: str
+
+    @property
+    def prompt(self) -> Sequence[int] | None:
+        """The prompt's tokens, if they are known."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The output's tokens so far, of all servers."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the output ended; None before its end."""
+
+    @property
+    def has_contract(self) -> bool:
+        """Whether the request says which weights it takes."""
+
+    def wanted_versions(self) -> Collection[str]:
+        """Return the versions that the next server should serve."""
+
+    def next_body(self) -> Json:
+        """Return the next server's request for a stream."""
+
+    def take(self, chunk: Json, server: str) -> bool:
+        """Take a chunk. Returns whether it has something new."""
+
+    def answer(self, server: str) -> Json:
+        """Return what the caller gets after a chunk."""
+
+    def why_not_movable(self) -> str | None:
+        """Return why no other server can go on from here, or None."""
+
+    def move(self, server: str, why: str) -> None:
+        """Note that ``server`` makes no further token."""
+
+    def restart(self) -> None:
+        """Drop what the rollout has."""
 
 
 class Rollouts:
@@ -96,7 +142,7 @@ class Rollouts:
         """Return the answer to a body of ``/generate``; a list for samples and batches."""
         parts = split(body)
         if parts is None:
-            async with aclosing(self._run(body, streams=False)) as answers:
+            async with aclosing(self.run(Output(body), streams=False)) as answers:
                 return await anext(answers)
         found: list[Any] = [None] * len(parts)
 
@@ -113,14 +159,14 @@ class Rollouts:
         """
         parts = split(body)
         if parts is None:
-            async with aclosing(self._run(body, streams=True)) as answers:
+            async with aclosing(self.run(Output(body), streams=True)) as answers:
                 async for answer in answers:
                     yield answer
             return
         queue: asyncio.Queue[Json | None] = asyncio.Queue()
 
         async def fill(index: int, part: Json) -> None:
-            async with aclosing(self._run(part, streams=True)) as answers:
+            async with aclosing(self.run(Output(part), streams=True)) as answers:
                 async for answer in answers:
                     queue.put_nowait({**answer, "index": index})
 
@@ -139,39 +185,39 @@ class Rollouts:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _run(self, body: Mapping[str, Any], *, streams: bool) -> AsyncGenerator[Json]:
+    async def run(self, rollout: Rollout, *, streams: bool) -> AsyncGenerator[Json]:
         """Yield one rollout's answer as it grows. ``streams``: the caller keeps what is yielded."""
-        output = Output(body)
-        name = body.get("rid") or uuid.uuid4().hex
-        failures, number = 0, 0
+        failures = 0
         busy: set[str] = set()
+        refused: set[str] = set()
         while True:
-            before = len(output.tokens)
-            place = await self._find(body, output, busy)
-            # SGLang lets one request at a time have a name, and the last one may not have ended
-            request = {**output.next_body(), "rid": f"{name}-{number}" if number else name}
-            number += 1
+            before = len(rollout.tokens)
+            place = await self._find(rollout, busy)
             place.requests += 1
             try:
-                async with aclosing(self._chunks(place, request)) as chunks:
+                async with aclosing(self._chunks(place, rollout)) as chunks:
                     async for chunk in chunks:
-                        if not output.take(chunk, place.url):
-                            continue
-                        if await self._was_handed_back(output, place):
+                        is_new = rollout.take(chunk, place.url)
+                        if await self._was_handed_back(rollout, place):
                             raise _Moves("drained")
-                        if streams or output.finish_reason is not None:
-                            answer = output.answer(place.url)
-                            answer["meta_info"]["id"] = name
-                            yield answer
-                        if output.finish_reason is not None:
-                            return
+                        if is_new and (streams or rollout.finish_reason is not None):
+                            yield rollout.answer(place.url)
+                if rollout.finish_reason is not None:
+                    return
                 raise _Failed("its stream broke off")
             except _Moves as moves:
                 busy.add(place.url)
-                self._leave(output, place, moves, streams=streams)
+                self._leave(rollout, place, moves, streams=streams)
+                if isinstance(moves, _Busy) and rollout.has_contract:
+                    refused.add(place.url)
+                    await place.look()
+                    ready = self.servers.ready() - {*self._left_out()}
+                    if ready and ready <= refused:
+                        # each has waited for as long as the contract says
+                        raise NotServed(str(moves)) from moves
                 if isinstance(moves, _Failed):
                     # a request may be what its servers die of
-                    failures = failures + 1 if len(output.tokens) <= before else 1
+                    failures = failures + 1 if len(rollout.tokens) <= before else 1
                     if failures == _MOST_FAILURES:
                         raise RolloutLost(
                             f"{failures} servers in a row failed with this rollout, and none made "
@@ -180,33 +226,33 @@ class Rollouts:
             finally:
                 place.requests -= 1
 
-    def _leave(self, output: Output, place: Place, moves: _Moves, *, streams: bool) -> None:
+    def _leave(self, rollout: Rollout, place: Place, moves: _Moves, *, streams: bool) -> None:
         why = str(moves)
         if isinstance(moves, _Dead | _Failed):
             # until the next look
             place.status, place.why_not = None, why
-        lost = output.why_not_movable()
-        logger.warning("A rollout leaves %s with %d tokens: %s", place.url, len(output.tokens), why)
+        lost = rollout.why_not_movable()
+        count = len(rollout.tokens)
+        logger.warning("A rollout leaves %s with %d tokens: %s", place.url, count, why)
         if lost is None:
-            if output.tokens:
-                output.move(place.url, why)
+            if count:
+                rollout.move(place.url, why)
         elif streams:
             raise RolloutLost(f"{place.url}: {why}, and no other server can go on: {lost}")
         else:
-            output.restart()
+            rollout.restart()
 
-    async def _find(self, body: Mapping[str, Any], output: Output, busy: set[str]) -> Place:
+    async def _find(self, rollout: Rollout, busy: set[str]) -> Place:
         """Return a server for the rollout's next part, and wait for one if need be.
 
         ``busy``: servers that have just refused it, or left it. They are asked again after others.
         """
-        spans = output.meta.get("weight_versions") or ()
-        wanted = wanted_versions(body, spans[-1]["version"] if spans else None)
-        tokens = body.get("input_ids")
         give_up_at = asyncio.get_running_loop().time() + self._patience_s
         while True:
             await self.servers.look()
-            place = self.servers.choose(tokens, wanted, busy | {*self._left_out()})
+            place = self.servers.choose(
+                rollout.prompt, rollout.wanted_versions(), busy | {*self._left_out()}
+            )
             if place is not None:
                 return place
             if asyncio.get_running_loop().time() > give_up_at:
@@ -215,25 +261,27 @@ class Rollouts:
             busy.clear()
             await asyncio.sleep(LOOK_S)
 
-    async def _was_handed_back(self, output: Output, place: Place) -> bool:
+    async def _was_handed_back(self, rollout: Rollout, place: Place) -> bool:
         """Return whether the server ended the request because the server leaves."""
-        reason = output.finish_reason
-        if reason is None or reason.get("type") != "abort":
+        if rollout.finish_reason != "abort":
             return False
         await place.look(LONG_ANSWER_S)
         return place.is_leaving
 
-    async def _chunks(self, place: Place, body: Mapping[str, Any]) -> AsyncGenerator[Json]:
+    async def _chunks(self, place: Place, rollout: Rollout) -> AsyncGenerator[Json]:
         """Yield the chunks of a request. Raises ``_Moves`` if another server is to make it."""
         try:
-            async with place.client.streamed("/generate", {**body, "stream": True}) as response:
+            async with place.client.streamed(rollout.path, rollout.next_body()) as response:
                 if not response.is_success:
                     reply = await read_reply(response)
                     if response.status_code == _BUSY:
-                        raise _Moves(say_why(reply))
+                        raise _Busy(say_why(reply))
                     if response.is_server_error:
                         raise _Failed(say_why(reply))
                     read_json(reply)
+                if not response.headers["content-type"].startswith(_STREAM):
+                    yield read_json(await read_reply(response))
+                    return
                 async for line in response.aiter_lines():
                     if not line.startswith(_DATA) or line == _END:
                         continue
@@ -254,7 +302,7 @@ def _read_error(error: Any) -> Exception:
     code = error.get("code") if isinstance(error, dict) else None
     said = str(error.get("message") if isinstance(error, dict) else error)
     if isinstance(code, int) and code >= 500:
-        return _Moves(said) if code == _BUSY else _Failed(said)
+        return _Busy(said) if code == _BUSY else _Failed(said)
     return Refused(said)
 
 

@@ -7,8 +7,7 @@ import hashlib
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import httpx
 
@@ -79,6 +78,10 @@ class Servers:
             await together(place.look() for place in self.places.values())
             self._looked_at = time.monotonic()
 
+    def ready(self) -> set[str]:
+        """Return the servers that take requests, as far as is known."""
+        return {url for url, place in self.places.items() if place.why_not is None}
+
     def choose(
         self,
         tokens: Sequence[int] | None,
@@ -127,20 +130,3 @@ def _blocks(tokens: Sequence[int]) -> list[bytes]:
         digest.update(array("q", tokens[begin : begin + _BLOCK]).tobytes())
         found.append(digest.digest()[:16])
     return found
-
-
-def wanted_versions(body: Mapping[str, Any], served: str | None) -> set[str]:
-    """Return the versions that a rollout's next server should serve, by contract or so far.
-
-    ``served``: the version that has made the last token.
-    """
-    sampling = body.get("sampling_params") or {}
-    custom = sampling.get("custom_params") or {}
-    names = {
-        str(value)
-        for field in ("weight_version", "exact_weight_version")
-        if (value := body.get(field, custom.get(field))) is not None
-    }
-    if names or served is None:
-        return names
-    return {served}

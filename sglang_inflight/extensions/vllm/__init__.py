@@ -36,5 +36,5 @@ EXTENSION = Extension(
     ),
     settings=VLLMSettings,
     is_on=lambda: read(VLLMSettings).vllm_routes,
-    requires=("aborts", "adapters", "memory", "records", "seeds", "trails"),
+    requires=("aborts", "adapters", "continued", "memory", "records", "seeds", "trails"),
 )

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.extensions.vllm.records import masks_of, pack_masks, spans_of
+from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
+from sglang_inflight.extensions.vllm.records import (
+    describe_output,
+    masks_of,
+    pack_masks,
+    spans_of,
+)
 
 # vLLM's floor: JSON has no infinity
 LOWEST = -9999.0
@@ -27,6 +33,8 @@ class Choices:
     masks: bool
     # returns the experts of a choice's tokens from its meta_info
     experts: Callable[[dict[str, Any]], Any] | None
+    # what another server needs to go on, of the choice's tokens
+    outputs: bool
     # columns of SkyRL's array of masks; None for vLLM's lists
     columns: int | None
 
@@ -49,7 +57,13 @@ class Choices:
             "routed_experts": None if self.experts is None else self.experts(meta),
             **self._masks(masks),
             **spans_of(meta),
+            **self._output(tokens, meta, since),
         }
+
+    def _output(
+        self, tokens: Sequence[int], meta: dict[str, Any], since: int
+    ) -> dict[str, dict[str, list[Any]]]:
+        return {OUTPUT_SO_FAR: describe_output(list(tokens), meta, since)} if self.outputs else {}
 
     def _logprobs(
         self,

@@ -164,6 +164,7 @@ class GenerateBody(Contract, kw_only=True, forbid_unknown_fields=False):
     priority: int = 0
     output_mode: Literal["tokens", "text"] = "tokens"
     return_token_ids: bool | None = False
+    return_output_so_far: bool | None = False
     # None: as the server is set up, which is vLLM's only way
     return_routed_experts: bool | None = None
     return_sampling_mask: bool | None = None
@@ -241,6 +242,7 @@ class Generate:
         return Choices(
             logprobs=sampling.logprobs,
             masks=masks,
+            outputs=bool(body.return_output_so_far),
             experts=self._experts(start) if wants_experts(body.return_routed_experts) else None,
             columns=max(sampling.top_k or 1, 1) if self._for_skyrl else None,
         )

@@ -153,6 +153,7 @@ def _records(
         tokenizer_manager,
         spans=_flag(body, "return_weight_versions"),
         tokens=request.stream and request.return_token_ids,
+        outputs=_flag(body, "return_output_so_far"),
         experts=experts,
         experts_start=start or request.routed_experts_start_len,
         prompt_logprobs=_prompt_logprobs(request, body, tokenizer_manager),

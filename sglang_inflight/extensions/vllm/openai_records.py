@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
 from sglang_inflight.extensions.vllm.choices import describe_prompt
-from sglang_inflight.extensions.vllm.records import NewTokens, spans_of
+from sglang_inflight.extensions.vllm.records import (
+    OF_ALL_TOKENS,
+    NewTokens,
+    describe_output,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -30,6 +36,20 @@ class _Choice:
 
     output: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
+    # what another server needs of the tokens not written yet
+    unwritten: dict[str, list[Any]] = field(default_factory=dict)
+
+    def note_output(self, tokens: list[int], since: int) -> None:
+        """Note new tokens, the first of which is at ``since`` in the lists of ``meta``."""
+        for name, values in describe_output(tokens, self.meta, since).items():
+            if name in OF_ALL_TOKENS:
+                self.unwritten[name] = values
+            else:
+                self.unwritten.setdefault(name, []).extend(values)
+
+    def take_output(self) -> dict[str, list[Any]]:
+        taken, self.unwritten = self.unwritten, {}
+        return taken
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -43,6 +63,7 @@ class OpenAIRecords:
     ``spans``: spans of versions, at the end of each choice. ``tokens``: a stream's token ids.
     ``experts`` takes ``meta_info`` and returns what a choice of a whole answer has; a stream has
     no experts, as in vLLM. The first ``experts_start`` tokens of the prompt are left out of them.
+    ``outputs``: what another server needs to go on with a choice, in each of its chunks.
     ``prompt_logprobs``: number of likeliest tokens at each position of the prompt, beside its own
     token; None for no logprobs of the prompt. A stream has none, as in vLLM.
     """
@@ -53,6 +74,7 @@ class OpenAIRecords:
         *,
         spans: bool,
         tokens: bool,
+        outputs: bool,
         experts: Callable[[dict[str, Any]], Any] | None,
         experts_start: int,
         prompt_logprobs: int | None,
@@ -60,6 +82,7 @@ class OpenAIRecords:
         self._new = NewTokens(tokenizer_manager)
         self._spans = spans
         self._tokens = tokens
+        self._outputs = outputs
         self._experts = experts
         self._experts_start = experts_start
         self._prompt_logprobs = prompt_logprobs
@@ -70,6 +93,7 @@ class OpenAIRecords:
         return (
             self._spans
             or self._tokens
+            or self._outputs
             or self._experts is not None
             or self._prompt_logprobs is not None
         )
@@ -98,9 +122,11 @@ class OpenAIRecords:
                 for position, output in enumerate(outputs):
                     choice = self._choices.setdefault(output.get("index", position), _Choice())
                     choice.output = output
-                    if self._tokens:
-                        tokens, _ = self._new.take(output)
+                    if self._tokens or self._outputs:
+                        tokens, since = self._new.take(output)
                         choice.tokens += tokens
+                    if self._outputs:
+                        choice.note_output(tokens, since)
                 yield result
 
     def add(self, content: dict[str, Any]) -> None:
@@ -116,6 +142,8 @@ class OpenAIRecords:
                 said["routed_experts"] = self._experts(meta)
             if self._spans:
                 said |= spans_of(meta)
+            if self._outputs:
+                said[OUTPUT_SO_FAR] = describe_output(choice.output["output_ids"], meta)
 
     async def add_to(self, events: AsyncIterable[Any]) -> AsyncGenerator[Any]:
         """Yield a stream's events with the records."""
@@ -137,4 +165,6 @@ class OpenAIRecords:
                 said["token_ids"], choice.tokens = choice.tokens, []
             if self._spans and said.get("finish_reason") is not None:
                 said |= spans_of(choice.meta)
+            if self._outputs:
+                said[OUTPUT_SO_FAR] = choice.take_output()
         return _DATA + msgspec.json.encode(content) + b"\n\n"

@@ -25,7 +25,7 @@ from tests.support.load import ask, pass_boundaries, prompt, status, until
 from tests.support.proxy import Proxy
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
-LENGTH, TOKENS = 40, 400
+LENGTH, TOKENS = 40, 1000
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 LONG = {"max_new_tokens": 5000}
 
