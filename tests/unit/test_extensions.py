@@ -80,7 +80,8 @@ def test_each_folder_is_an_extension_of_its_name() -> None:
 
 @pytest.mark.parametrize("each", all_extensions(), ids=lambda each: each.name)
 def test_modules_of_an_extension_lie_in_its_folder(each: Extension) -> None:
-    named = [*each.modules, *each.late_modules.values()]
+    of_commands = [place.partition(":")[0] for place in each.commands.values()]
+    named = [*each.modules, *each.late_modules.values(), *of_commands]
     assert named
     assert {extension_of(name) for name in named} == {each.name}
 

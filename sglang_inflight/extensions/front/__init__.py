@@ -1,0 +1,12 @@
+"""A proxy in front of a fleet: one address, whose rollouts outlive their servers."""
+
+from __future__ import annotations
+
+from sglang_inflight.extension import Extension
+
+EXTENSION = Extension(
+    name="front",
+    modules=(),
+    requires=("continued",),
+    commands={"front": "sglang_inflight.extensions.front.command:front"},
+)
