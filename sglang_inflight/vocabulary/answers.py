@@ -310,7 +310,7 @@ class EntryPause(Answer, frozen=True, kw_only=True):
 
 
 class WorkerAbilities(Answer, frozen=True, kw_only=True):
-    """What a server can do, without the reasons in ``Capabilities``."""
+    """Abilities of a server, without the reasons in ``Capabilities``."""
 
     pause_modes: tuple[PauseMode, ...]
     # sources of updates: the last words of the calls' names

@@ -1,4 +1,4 @@
-"""What a rollout has so far: the tokens of all its servers, with log probabilities and versions.
+"""The output of a rollout so far, of all its servers, with log probabilities and versions.
 
 Chunks of a stream have all tokens so far, or with ``--incremental-streaming-output`` the new ones.
 The first chunk of a server that goes on with a rollout has all tokens in both forms.
