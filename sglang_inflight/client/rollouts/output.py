@@ -6,12 +6,12 @@ The first chunk of a server that goes on with a rollout has all tokens in both f
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_inflight.client.answers import WrongAnswer
+from sglang_inflight.vocabulary.contracts import Contract
 
 OUTPUT_SO_FAR = "output_so_far"
 # lists of ``meta_info`` with an entry for each output token, and their names in ``output_so_far``
@@ -20,15 +20,8 @@ _LISTS = {
     "output_top_logprobs": "top_logprobs",
     "output_token_ids_logprobs": "token_ids_logprobs",
 }
-# fields of a version contract
-_CONTRACT = (
-    "weight_version",
-    "exact_weight_version",
-    "min_weight_version",
-    "min_epoch",
-    "exact_adapter_version",
-    "min_adapter_version",
-)
+# fields of a version contract that name weights
+_CONTRACT = {*Contract.__struct_fields__} - {"version_timeout_s"}
 # SGLang's names of what belongs to the prompt, which the first server alone computes
 _OF_PROMPT = "input_"
 # fields of a request whose records of earlier tokens no other server has
@@ -138,6 +131,8 @@ class Output:
         # SGLang lets one request at a time have a name, and the last one may not have ended
         rid = f"{self._name}-{self._requests}" if self._requests else self._name
         self._requests += 1
+        # the end at a server that handed the request back is not the rollout's
+        self.meta.pop("finish_reason", None)
         body = {**self._body, "rid": rid, "stream": True}
         if not self.tokens:
             return body
@@ -177,7 +172,7 @@ class Output:
         said: dict[str, Any] = {
             "output_ids": list(self.tokens),
             "meta_info": {
-                **copy.copy(self.meta),
+                **self.meta,
                 **self._of_prompt,
                 **{name: list(values) for name, values in self.lists.items()},
                 "id": self._name,

@@ -30,12 +30,7 @@ from sglang_inflight.client.aio import together
 from sglang_inflight.client.answers import Json, read_json, read_reply, say_why
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.rollouts.output import Output
-from sglang_inflight.client.rollouts.servers import (
-    LONG_ANSWER_S,
-    LOOK_S,
-    Place,
-    Servers,
-)
+from sglang_inflight.client.rollouts.servers import LONG_ANSWER_S, LOOK_S, Place, Servers
 from sglang_inflight.vocabulary.errors import NotServed, OutcomeUnknown, Refused
 
 logger = logging.getLogger(__name__)
@@ -45,8 +40,6 @@ PATIENCE_S = 600.0
 # servers in a row that may fail with a rollout before they have made a token of it
 _MOST_FAILURES = 3
 _BUSY = 503
-
-
 # fields of a batch with a value for each prompt
 _PER_PROMPT = (
     "rid",
@@ -279,7 +272,7 @@ class Rollouts:
                     if response.is_server_error:
                         raise _Failed(say_why(reply))
                     read_json(reply)
-                if not response.headers["content-type"].startswith(_STREAM):
+                if not response.headers.get("content-type", "").startswith(_STREAM):
                     yield read_json(await read_reply(response))
                     return
                 async for line in response.aiter_lines():

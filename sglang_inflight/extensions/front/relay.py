@@ -106,6 +106,10 @@ class Relay:
         return dict(self._body.get("sampling_params") or {})
 
     def next_body(self) -> Json:
+        if self.finish_reason is not None:
+            # the last chunk of a server that handed the request back stays here
+            self._repeated.take_back()
+            self.finish_reason = None
         self._is_first = True
         self._repeated.begin()
         body = {**self._body, RETURN_OUTPUT: True}
@@ -194,10 +198,7 @@ class Relay:
         return None
 
     def move(self, server: str, why: str) -> None:
-        if self.finish_reason is not None:
-            # the last chunk of a server that hands the request back stays here
-            self._repeated.take_back()
-        self.finish_reason = None
+        """Note nothing: the spans of the tokens name their servers."""
 
     def restart(self) -> None:
         raise AssertionError("a stream's client keeps what it has")

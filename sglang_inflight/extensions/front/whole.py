@@ -34,4 +34,4 @@ class Whole(Relay):
         return None
 
     def restart(self) -> None:
-        self._so_far, self.finish_reason = {}, None
+        self._so_far = {}

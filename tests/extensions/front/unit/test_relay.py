@@ -201,3 +201,14 @@ def test_repeated_parts_are_new_once() -> None:
     repeated.begin()
     assert [repeated.new("a", part) for part in ("o", "nce upon", " a")] == ["", " upon", " a"]
     assert repeated.new("b", [1, 2]) == [1, 2]
+
+
+def test_end_at_a_server_without_a_token_is_not_the_streams() -> None:
+    """The next server's stream may break off, and then it must not look complete."""
+    for rollout in (Relay(COMPLETIONS, {}), Whole(COMPLETIONS, {})):
+        rollout.next_body()
+        ended = {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
+        rollout.take(ended, url(0))
+        assert rollout.finish_reason == "abort"
+        rollout.next_body()
+        assert rollout.finish_reason is None
