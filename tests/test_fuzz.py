@@ -47,6 +47,15 @@ SHORT_S = st.floats(0.001, 0.05)
 KINDS = ("kv_cache", "weights", "cuda_graph")
 # timeout of an update without a waiting caller, on busy cores too
 AMPLE_S = 20.0
+# longer than the test: at its end a drain ends the running requests
+DRAIN_S = 3600.0
+# what a route's valid bodies leave behind, and the call that takes it back
+UNDONE_BY = {
+    # a session left open would keep the next one waiting
+    "/begin_weight_update": ("/abort_weight_update", {}),
+    # a server left draining would refuse the requests of the load
+    "/inflight/drain": ("/inflight/drain", {"cancel": True}),
+}
 
 FLAVOURS["fuzzed_server"] = Flavour(
     ("--weight-version", "v0", "--max-running-requests", "8"),
@@ -89,7 +98,9 @@ class Bodies:
     """Strategies for a route's bodies, from the route's published JSON schema.
 
     ``_meant`` overrides the schema where a valid value would end a request or would block the
-    sender: waiting for an absent trainer, or for running requests to end.
+    sender: waiting for an absent trainer, or for running requests to end. The overridden fields
+    that have a harmful default are always there, and those of ``_never`` are never a JSON value
+    that the route could take.
     """
 
     def __init__(self, route: Route, checkpoint: Path) -> None:
@@ -101,6 +112,7 @@ class Bodies:
             "non_blocking": st.just(True),
             "abort_all_requests": st.just(False),
             "lease_s": SHORT_S,
+            "deadline_s": st.just(DRAIN_S),
             "timeout_s": SHORT_S | st.just(AMPLE_S) if "model_path" in self._fields else SHORT_S,
             "on_busy": st.sampled_from(["refuse", "replace"]),
             "model_path": st.sampled_from([str(checkpoint), str(checkpoint / "no"), "/dev/null"]),
@@ -118,8 +130,10 @@ class Bodies:
             "group_name": st.sampled_from(["weight_update_group", "other", "\x00"]),
         }
         # always present: their defaults are among the overridden values
-        always = {"mode", "non_blocking", "lease_s", "timeout_s", "abort_all_requests"}
+        never = {"abort_all_requests", "deadline_s"}
+        always = {"mode", "non_blocking", "lease_s", "timeout_s"} | never
         self._always = always & set(self._fields)
+        self._never = never & self._always
 
     def any(self) -> st.SearchStrategy[bytes]:
         # a union of strategies would be flattened, which changes the odds
@@ -151,7 +165,7 @@ class Bodies:
 
     def _flaw(self, body: dict[str, Any], name: str, flaw: Any) -> dict[str, Any]:
         # no flaw may be one of the overridden values
-        if name in self._always and (flaw in (None, False) or name == "abort_all_requests"):
+        if name in self._always and (flaw in (None, False) or name in self._never):
             flaw = "flaw"
         return {**body, name: flaw}
 
@@ -223,6 +237,12 @@ def expect_answer(body: bytes, answer: httpx.Response) -> None:
         assert content["message"], body[:500]
 
 
+def undo(client: httpx.Client, route: Route) -> None:
+    if route.path in UNDONE_BY:
+        path, body = UNDONE_BY[route.path]
+        client.post(path, json=body)
+
+
 def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter[int]:
     """Send drawn bodies to the route, and count the answers by status."""
     statuses: Counter[int] = Counter()
@@ -240,9 +260,7 @@ def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
         answer = client.post(route.path, content=body)
         expect_answer(body, answer)
         statuses[answer.status_code] += 1
-        if route.path == "/begin_weight_update":
-            # a session left open would keep the next one waiting
-            client.post("/abort_weight_update", content=b"{}")
+        undo(client, route)
 
     send()
     return statuses
@@ -308,8 +326,7 @@ def send_around(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
         if method == "POST":
             expect_answer(body, answer)
         statuses[answer.status_code] += 1
-        if route.path == "/begin_weight_update":
-            client.post("/abort_weight_update", content=b"{}")
+        undo(client, route)
 
     send()
     return statuses
@@ -325,7 +342,7 @@ def test_odd_methods_headers_and_queries_get_no_5xx(
         for route in routes(server):
             if route.method == "POST":
                 answered += send_around(client, route, checkpoints / "v0")
-                client.post("/abort_weight_update", content=b"{}")
+                undo(client, route)
                 for kind in KINDS:
                     client.post("/resume_memory_occupation", json={"tags": [kind]})
                 resume(server)
@@ -389,17 +406,18 @@ def test_malformed_http_gets_no_5xx(fuzzed_server: Server) -> None:
     server = fuzzed_server
     load = Load(server)
     before = serving(server)
-    for route in routes(server):
-        if route.method != "POST":
-            continue
-        for content in malformed(route.path):
-            answer = send_raw(server, content)
-            assert not answer.startswith(b"HTTP/1.1 5"), (content[:300], answer)
-        server.post("/abort_weight_update", {})
-        for kind in KINDS:
-            server.post("/resume_memory_occupation", {"tags": [kind]})
-        resume(server)
-        load.check()
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for route in routes(server):
+            if route.method != "POST":
+                continue
+            for content in malformed(route.path):
+                answer = send_raw(server, content)
+                assert not answer.startswith(b"HTTP/1.1 5"), (content[:300], answer)
+            undo(client, route)
+            for kind in KINDS:
+                client.post("/resume_memory_occupation", json={"tags": [kind]})
+            resume(server)
+            load.check()
     assert serving(server) == before
     load.end()
 
@@ -416,7 +434,7 @@ def test_drawn_bodies_get_no_5xx_and_change_no_token(
                 continue
 
             answered[route.path] = send_bodies(client, route, checkpoints / "v0")
-            client.post("/abort_weight_update", content=b"{}")
+            undo(client, route)
             # released by a call at a moment without a running request
             for kind in KINDS:
                 client.post("/resume_memory_occupation", json={"tags": [kind]})

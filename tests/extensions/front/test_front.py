@@ -25,7 +25,7 @@ from harness.streams import read_event
 from tests.support import random_model
 from tests.support.gateways import MODEL, send
 from tests.support.load import ask, prompt, status, until
-from tests.test_bench_serving import REQUESTS, benchmark
+from tests.test_bench_serving import BENCHMARK_S, REQUESTS, benchmark
 
 FLAGS = (
     "--weight-version", "v0", "--dtype", "float32", "--served-model-name", MODEL,
@@ -258,7 +258,8 @@ def test_bench_serving_completes_every_request_while_servers_die(
         for backend, out in outs.items():
             benchmarks.enter_context(benchmark(front, backend, versions, out))
         for server in servers[:2]:
-            until("requests run there", functools.partial(_runs_some, server))
+            runs = functools.partial(_runs_some, server)
+            until("requests run there", runs, patience_s=BENCHMARK_S)
             kill(server)
     for out in outs.values():
         result = json.loads(out.read_text().splitlines()[-1])
