@@ -290,17 +290,20 @@ def test_logprobs_match_when_kv_is_kept_for_one_commit(
     made_by = labels_of(spans)
     length = len(PROMPT)
     # the KV that each of the four versions read, by position
-    begin = [length + span["start"] - 1 for span in spans]
-    end = length + tokens - 1
+    begins = [length + span["start"] - 1 for span in spans]
+    last = length + tokens - 1
     read = [
-        ["v0"] * end,
-        ["v0"] * begin[1] + ["v1"] * (end - begin[1]),
-        ["v0"] * end,
-        ["v0"] * begin[3] + ["v1"] * (end - begin[3]),
+        ["v0"] * last,
+        ["v0"] * begins[1] + ["v1"] * (last - begins[1]),
+        ["v0"] * last,
+        ["v0"] * begins[3] + ["v1"] * (last - begins[3]),
     ]
     for span, kv in zip(spans, read, strict=True):
-        expected = replay.logprobs(PROMPT, answer["output_ids"], made_by, kv)
-        for index in range(span["start"], span["end"]):
-            assert abs(returned[index] - expected[index]) < CLOSE, (index, spans)
+        begin, end = span["start"], span["end"]
+        until_end = kv[: length + end - 1]
+        expected = replay.logprobs(PROMPT, answer["output_ids"], made_by, until_end, begin)
+        for index, value in enumerate(expected, begin):
+            assert abs(returned[index] - value) < CLOSE, (index, spans)
+        assert begin + len(expected) == end
     # the last two versions' KV is left
     assert labels_of(meta["kv_versions"]) == read[3]

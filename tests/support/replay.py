@@ -28,8 +28,9 @@ class Replay:
         output: Sequence[int],
         made_by: Sequence[str],
         kv: Sequence[str],
+        since: int = 0,
     ) -> list[float]:
-        """Return each token's log-probability, under the version in ``made_by``.
+        """Return the log-probability of each token from ``since`` on, by ``made_by``'s version.
 
         ``kv`` names the version of each position's KV. The last token has none, as no position
         attends to it.
@@ -38,8 +39,8 @@ class Replay:
         found: list[float] = []
         cache = DynamicCache()
         begin = 0
-        # the prompt without its last token, whose forward gives the first output
-        for owner, run in itertools.groupby(kv[: len(prompt) - 1]):
+        # the forward of the last token before ``since`` gives the first log-probability
+        for owner, run in itertools.groupby(kv[: len(prompt) + since - 1]):
             end = begin + len(list(run))
             self._models[owner](torch.tensor([tokens[begin:end]]), past_key_values=cache)
             begin = end

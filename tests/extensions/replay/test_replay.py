@@ -352,9 +352,11 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
     assert "no checkpoint for version 'v1'" in result.output
 
 
+@pytest.mark.parametrize("one_rank", ["replay_normal_loop"], indirect=True)
 def test_command_starts_a_server_like_the_recorded_one(
     one_rank: Server, pool: ServerPool, versions: Path, tmp_path: Path
 ) -> None:
+    """The loop without overlap is no default, so the command has to pass it on."""
     across_a_commit(one_rank, versions, tmp_path, 60, kv="recompute")
     # one server at a time
     pool.discard()

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from harness import marker
 from harness.server import Server
+from harness.starting import forked_children
 from sglang_inflight.client import Client, Fleet, Sender, ShardSender, shard_sender
 from sglang_inflight.client import Shard as Told
 from sglang_inflight.client.report import Report
@@ -207,8 +208,9 @@ class Trainer:
             )
             for rank in range(ranks)
         ]
-        for process in self.processes:
-            process.start()
+        with forked_children():
+            for process in self.processes:
+                process.start()
 
     def send(self, **order: Any) -> dict[int, Any]:
         """Send a version from all ranks. Return what rank 0 got, and the others' None."""
