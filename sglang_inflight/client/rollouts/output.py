@@ -12,14 +12,8 @@ from typing import Any
 
 from sglang_inflight.client.answers import WrongAnswer
 from sglang_inflight.vocabulary.contracts import Contract
+from sglang_inflight.vocabulary.so_far import LISTS, OUTPUT_SO_FAR, describe_output
 
-OUTPUT_SO_FAR = "output_so_far"
-# lists of ``meta_info`` with an entry for each output token, and their names in ``output_so_far``
-_LISTS = {
-    "output_token_logprobs": "logprobs",
-    "output_top_logprobs": "top_logprobs",
-    "output_token_ids_logprobs": "token_ids_logprobs",
-}
 # fields of a version contract that name weights
 _CONTRACT = {*Contract.__struct_fields__} - {"version_timeout_s"}
 # SGLang's names of what belongs to the prompt, which the first server alone computes
@@ -73,7 +67,7 @@ class Output:
             count, before = meta["completion_tokens"], len(self.tokens)
         except (LookupError, TypeError) as error:
             raise WrongAnswer(f"{server} sent no chunk of /generate: {error!r}") from error
-        lists = {name: meta.pop(name) for name in _LISTS if meta.get(name) is not None}
+        lists = {name: meta.pop(name) for name in LISTS if meta.get(name) is not None}
         is_whole = len(tokens) >= count
         if is_whole:
             # SGLang may have appended to the list since it wrote ``meta_info``
@@ -145,22 +139,8 @@ class Output:
 
     def so_far(self) -> dict[str, Any]:
         """Return the output in the form of ``output_so_far``."""
-        found: dict[str, Any] = {
-            "token_ids": self.tokens,
-            "weight_versions": [
-                {"epoch": 0, **span} for span in self.meta.get("weight_versions") or ()
-            ],
-        }
-        if adapters := self.meta.get("adapter_versions"):
-            found["adapter_versions"] = adapters
-        for name, values in self.lists.items():
-            if name == "output_token_logprobs":
-                found[_LISTS[name]] = [value for value, *_ in values]
-            else:
-                found[_LISTS[name]] = [
-                    [[value, token] for value, token, *_ in row or ()] for row in values
-                ]
-        return found
+        spans = [{"epoch": 0, **span} for span in self.meta.get("weight_versions") or ()]
+        return describe_output(self.tokens, {**self.meta, **self.lists, "weight_versions": spans})
 
     def answer(self, server: str) -> dict[str, Any]:
         """Return the output so far in the form of ``/generate``, from its first token on.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from sglang_inflight.extension import Extension
-
-# a field of a request's ``custom_params``
-OUTPUT_SO_FAR = "output_so_far"
+from sglang_inflight.vocabulary.so_far import OUTPUT_SO_FAR
 
 EXTENSION = Extension(
     name="continued",

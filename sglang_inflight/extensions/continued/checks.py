@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_inflight import capabilities
-from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
 from sglang_inflight.extensions.continued.so_far import OutputSoFar, read_so_far
 from sglang_inflight.frontend.requests.checks import MESSAGE, PARAMETERS
 from sglang_inflight.frontend.requests.values import Prompt, read_if_active
 from sglang_inflight.vocabulary.contracts import custom_param
+from sglang_inflight.vocabulary.so_far import OUTPUT_SO_FAR
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
-from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
 from sglang_inflight.extensions.continued.so_far import Likely, OutputSoFar, read_so_far
 from sglang_inflight.scheduler.controller import ENTRIES, PARTS, Controller
 from sglang_inflight.vocabulary.contracts import custom_param
+from sglang_inflight.vocabulary.so_far import OUTPUT_SO_FAR
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -14,16 +14,14 @@ from typing import Any, TypeVar
 
 from sglang_inflight.client.answers import Json, WrongAnswer
 from sglang_inflight.client.rollouts.output import (
-    OUTPUT_SO_FAR,
     has_contract,
     versions_of_contract,
 )
+from sglang_inflight.vocabulary.so_far import OF_ALL_TOKENS, OUTPUT_SO_FAR
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 RETURN_OUTPUT = "return_output_so_far"
-# lists of ``output_so_far`` that each chunk has whole
-_OF_ALL_TOKENS = ("weight_versions", "adapter_versions")
 # lists of a completion's ``logprobs`` with an entry for each token
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -151,7 +149,7 @@ class Relay:
             self._so_far = output
         else:
             for name, values in output.items():
-                if name in _OF_ALL_TOKENS:
+                if name in OF_ALL_TOKENS:
                     self._so_far[name] = values
                 else:
                     self._so_far.setdefault(name, []).extend(values)

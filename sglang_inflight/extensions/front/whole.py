@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_inflight.client.answers import Json
-from sglang_inflight.client.rollouts.output import OUTPUT_SO_FAR
 from sglang_inflight.extensions.front.relay import Relay
+from sglang_inflight.vocabulary.so_far import OUTPUT_SO_FAR
 
 
 class Whole(Relay):

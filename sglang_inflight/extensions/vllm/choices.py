@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
 from sglang_inflight.extensions.vllm.records import (
-    describe_output,
     masks_of,
     pack_masks,
     spans_of,
 )
+from sglang_inflight.vocabulary.so_far import OUTPUT_SO_FAR, describe_output
 
 # vLLM's floor: JSON has no infinity
 LOWEST = -9999.0

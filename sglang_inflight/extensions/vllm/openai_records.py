@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_inflight.extensions.continued import OUTPUT_SO_FAR
 from sglang_inflight.extensions.vllm.choices import describe_prompt
 from sglang_inflight.extensions.vllm.records import (
-    OF_ALL_TOKENS,
     NewTokens,
-    describe_output,
     spans_of,
 )
+from sglang_inflight.vocabulary.so_far import OF_ALL_TOKENS, OUTPUT_SO_FAR, describe_output
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

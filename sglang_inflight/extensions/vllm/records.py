@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
 
 WEIGHT_VERSIONS = "weight_versions"
-# spans of the whole output, in what another server needs to go on
-OF_ALL_TOKENS = (WEIGHT_VERSIONS, ADAPTER_VERSIONS)
 
 # names of the number of experts in models' configurations
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -164,23 +162,3 @@ class NewTokens:
             tokens = []
         self._taken[index] = before + len(tokens)
         return tokens, since
-
-
-def describe_output(
-    tokens: list[int], meta: dict[str, Any], since: int = 0
-) -> dict[str, list[Any]]:
-    """Return ``tokens`` as another server takes them, in ``output_so_far``.
-
-    Spans are those of the whole output. The other lists begin with the first of ``tokens``, at
-    ``since`` in the lists of ``meta``.
-    """
-    until = since + len(tokens)
-    found: dict[str, list[Any]] = {"token_ids": tokens}
-    found |= {name: meta[name] for name in OF_ALL_TOKENS if meta.get(name)}
-    if (values := meta.get("output_token_logprobs")) is not None:
-        found["logprobs"] = [value for value, *_ in values[since:until]]
-    if (rows := meta.get("output_top_logprobs")) is not None:
-        found["top_logprobs"] = [
-            [[value, token] for value, token, *_ in row or ()] for row in rows[since:until]
-        ]
-    return found
