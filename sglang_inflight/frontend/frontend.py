@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ class Frontend(HasParts):
         self.tokenizer_manager = tokenizer_manager
         # whether this process is one of several tokenizer workers
         self.is_worker = False
+        self._instance = uuid.uuid4().hex
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self.control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -170,6 +172,7 @@ class Frontend(HasParts):
             behind=self.why_behind,
             draining=next(filter(None, (why(self) for why in LEAVING)), None),
             extensions=self._extensions,
+            instance=self._instance,
         )
 
     def why_not_ready(self) -> str | None:
@@ -198,6 +201,7 @@ def write_status(
     behind: str | None = None,
     draining: str | None = None,
     extensions: tuple[str, ...] = (),
+    instance: str = "",
 ) -> Status:
     """Return the first rank's state, and each rank's. Replicas differ only for moments.
 
@@ -212,6 +216,7 @@ def write_status(
         behind=behind,
         draining=draining,
         extensions=extensions,
+        instance=instance,
         capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(
             RankStatus(

@@ -274,6 +274,8 @@ class Status(State, frozen=True, kw_only=True):
 
     # an inactive server answers ``Inactive`` instead
     active: bool = True
+    # name of the server's process: another one after a restart at the same address
+    instance: str = ""
     role: Role = "both"
     # why the server takes no new requests: its fleet serves another version
     behind: str | None = None

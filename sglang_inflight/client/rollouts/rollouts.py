@@ -22,7 +22,8 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import httpx
 
@@ -31,6 +32,7 @@ from sglang_inflight.client.answers import Json, read_json, read_reply, say_why
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.rollouts.output import Output
 from sglang_inflight.client.rollouts.servers import LONG_ANSWER_S, LOOK_S, Place, Servers
+from sglang_inflight.client.rollouts.watching import End, Move, Watcher, Why
 from sglang_inflight.vocabulary.errors import NotServed, OutcomeUnknown, Refused
 
 logger = logging.getLogger(__name__)
@@ -60,17 +62,39 @@ class RolloutLost(OutcomeUnknown):
 class _Moves(Exception):
     """The rollout leaves its server, which goes on."""
 
+    why: ClassVar[Why] = "drained"
+
 
 class _Busy(_Moves):
     """The server refuses the request now, and another one may take it."""
+
+    why = "busy"
 
 
 class _Dead(_Moves):
     """The server cannot be reached."""
 
+    why = "unreachable"
+
 
 class _Failed(_Moves):
     """The server failed, or died, while it had the request."""
+
+    why = "failed"
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A rollout without a server: what it left, with how many tokens, and when."""
+
+    source: str
+    moves: _Moves
+    tokens: int
+    at: float
+
+    def end(self, target: str, now: float) -> Move:
+        why, said = self.moves.why, str(self.moves)
+        return Move(self.source, target, why, said, self.tokens, now - self.at)
 
 
 class Rollout(Protocol):
@@ -125,11 +149,13 @@ class Rollouts:
         left_out: Callable[[], Collection[str]],
         *,
         patience_s: float = PATIENCE_S,
+        watcher: Watcher | None = None,
     ) -> None:
         """``left_out`` returns the URLs of servers that take no rollouts now."""
         self.servers = Servers(clients)
         self._left_out = left_out
         self._patience_s = patience_s
+        self._watcher = watcher or Watcher()
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """Return the answer to a body of ``/generate``; a list for samples and batches."""
@@ -180,19 +206,43 @@ class Rollouts:
 
     async def run(self, rollout: Rollout, *, streams: bool) -> AsyncGenerator[Json]:
         """Yield one rollout's answer as it grows. ``streams``: the caller keeps what is yielded."""
+        how: End = "lost"
+        self._watcher.begins()
+        try:
+            async with aclosing(self._run(rollout, streams=streams)) as answers:
+                async for answer in answers:
+                    yield answer
+            how = "whole"
+        except Refused:
+            how = "refused"
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            # a caller of the whole answer asks for nothing behind it
+            how = "left" if rollout.finish_reason is None else "whole"
+            raise
+        finally:
+            self._watcher.ends(how)
+
+    async def _run(self, rollout: Rollout, *, streams: bool) -> AsyncGenerator[Json]:
+        clock = asyncio.get_running_loop().time
         failures = 0
         busy: set[str] = set()
         refused: set[str] = set()
+        left: _Left | None = None
         while True:
             before = len(rollout.tokens)
             place = await self._find(rollout, busy)
             place.requests += 1
+            instance = place.instance
             try:
                 async with aclosing(self._chunks(place, rollout)) as chunks:
                     async for chunk in chunks:
                         is_new = rollout.take(chunk, place.url)
-                        if await self._was_handed_back(rollout, place):
+                        if await self._was_handed_back(rollout, place, instance):
                             raise _Moves("drained")
+                        if is_new and left is not None:
+                            self._watcher.moved(left.end(place.url, clock()))
+                            left = None
                         if is_new and (streams or rollout.finish_reason is not None):
                             yield rollout.answer(place.url)
                 if rollout.finish_reason is not None:
@@ -201,6 +251,10 @@ class Rollouts:
             except _Moves as moves:
                 busy.add(place.url)
                 self._leave(rollout, place, moves, streams=streams)
+                if count := len(rollout.tokens):
+                    left = left or _Left(place.url, moves, count, clock())
+                else:
+                    left = None
                 if isinstance(moves, _Busy) and rollout.has_contract:
                     refused.add(place.url)
                     await place.look()
@@ -242,8 +296,7 @@ class Rollouts:
         """
         give_up_at = asyncio.get_running_loop().time() + self._patience_s
         while True:
-            await self.servers.look()
-            place = self.servers.choose(
+            place = await self.servers.find(
                 rollout.prompt, rollout.wanted_versions(), busy | {*self._left_out()}
             )
             if place is not None:
@@ -254,12 +307,16 @@ class Rollouts:
             busy.clear()
             await asyncio.sleep(LOOK_S)
 
-    async def _was_handed_back(self, rollout: Rollout, place: Place) -> bool:
-        """Return whether the server ended the request because the server leaves."""
+    async def _was_handed_back(self, rollout: Rollout, place: Place, instance: str | None) -> bool:
+        """Return whether the server ended the request because the server leaves.
+
+        ``instance``: the server's process that began with the request. A server that has left may
+        be back by now, at the same address.
+        """
         if rollout.finish_reason != "abort":
             return False
         await place.look(LONG_ANSWER_S)
-        return place.is_leaving
+        return place.is_leaving or place.instance != instance
 
     async def _chunks(self, place: Place, rollout: Rollout) -> AsyncGenerator[Json]:
         """Yield the chunks of a request. Raises ``_Moves`` if another server is to make it."""

@@ -60,6 +60,14 @@ class Place:
         """Whether the server drains, or does not answer."""
         return self.status is None or self.status.draining is not None
 
+    @property
+    def instance(self) -> str | None:
+        """The name of the server's process that was seen last, or None without an answer."""
+        return None if self.status is None else self.status.instance
+
+    def serves(self, versions: Collection[str]) -> bool:
+        return self.status is not None and self.status.weight_version in versions
+
 
 class Servers:
     """The servers of one fleet's rollouts."""
@@ -70,13 +78,34 @@ class Servers:
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
 
-    async def look(self) -> None:
-        """Ask all servers, at most every ``LOOK_S`` seconds."""
+    async def look(self, not_before: float | None = None) -> None:
+        """Ask all servers, unless the last look began at ``not_before`` or later.
+
+        ``not_before`` is a time of ``time.monotonic``, by default ``LOOK_S`` seconds ago.
+        """
+        if not_before is None:
+            not_before = time.monotonic() - LOOK_S
         async with self._looking:
-            if time.monotonic() < self._looked_at + LOOK_S:
+            if self._looked_at >= not_before:
                 return
+            begun_at = time.monotonic()
             await together(place.look() for place in self.places.values())
-            self._looked_at = time.monotonic()
+            self._looked_at = begun_at
+
+    async def find(
+        self,
+        tokens: Sequence[int] | None,
+        wanted: Collection[str],
+        without: Collection[str],
+    ) -> Place | None:
+        """Choose a server that serves one of the ``wanted`` versions now, or any other one."""
+        await self.look()
+        place = self.choose(tokens, wanted, without)
+        if place is not None and wanted and not place.serves(wanted):
+            # a server may have come to the version since
+            await self.look(time.monotonic())
+            place = self.choose(tokens, wanted, without)
+        return place
 
     def ready(self) -> set[str]:
         """Return the servers that take requests, as far as is known."""
@@ -100,7 +129,7 @@ class Servers:
         if not free:
             return None
         if wanted:
-            free = [p for p in free if p.status and p.status.weight_version in wanted] or free
+            free = [place for place in free if place.serves(wanted)] or free
         hashes = _blocks(tokens or ())
         cached = self._with_prefix(hashes)
         least = min(place.requests for place in free)
