@@ -7,6 +7,7 @@ setup(
     package_dir={"sglang_inflight._patches": "patches"},
     package_data={
         "sglang_inflight": ["py.typed"],
+        "sglang_inflight.extensions.front": ["page.html"],
         "sglang_inflight._patches": ["README.md", "*/*.patch"],
     },
 )

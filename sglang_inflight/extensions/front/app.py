@@ -10,12 +10,14 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sglang_inflight.client.aio import together
@@ -23,6 +25,7 @@ from sglang_inflight.client.answers import Json
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.rollouts.rollouts import Rollouts
 from sglang_inflight.extensions.front.relay import CHAT, COMPLETIONS, GENERATE, Relay
+from sglang_inflight.extensions.front.watch import Watch, describe_server
 from sglang_inflight.extensions.front.whole import Whole
 from sglang_inflight.vocabulary.errors import InflightError
 
@@ -39,6 +42,7 @@ QUESTIONS = (
     "/get_weight_version",
 )
 _UNAVAILABLE = 503
+_PAGE = Path(__file__).with_name("page.html")
 
 
 def make_app(urls: Sequence[str], api_key: str | None = None) -> Starlette:
@@ -61,6 +65,9 @@ def make_app(urls: Sequence[str], api_key: str | None = None) -> Starlette:
         Route("/abort_request", front.ask_all, methods=["POST"]),
         Route("/health", front.health, methods=["GET"]),
         Route("/ready", front.ready, methods=["GET"]),
+        Route("/", front.page, methods=["GET"]),
+        Route("/inflight/fleet", front.fleet, methods=["GET"]),
+        Route("/metrics", front.metrics, methods=["GET"]),
         Route("/{path:path}", front.elsewhere, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return Starlette(routes=routes, lifespan=live)
@@ -71,7 +78,10 @@ class _Front:
 
     def open(self, clients: Sequence[AsyncClient]) -> None:
         self._clients = clients
-        self._rollouts = Rollouts(clients, tuple)
+        self._watch = Watch()
+        self._rollouts = Rollouts(clients, tuple, watcher=self._watch)
+        self._places = self._rollouts.servers.places
+        self._watch.watch(self._places.values())
 
     async def generate(self, request: Request) -> Response:
         body = await _read(request)
@@ -130,10 +140,24 @@ class _Front:
     async def ready(self, _: Request) -> Response:
         """Answer 200 if a server takes requests, else 503 with each server's reason."""
         await self._rollouts.servers.look()
-        whys = {url: place.why_not for url, place in self._rollouts.servers.places.items()}
+        whys = {url: place.why_not for url, place in self._places.items()}
         if None in whys.values():
             return Response()
         return JSONResponse({"message": json.dumps(whys)}, _UNAVAILABLE)
+
+    async def page(self, _: Request) -> Response:
+        return FileResponse(_PAGE)
+
+    async def fleet(self, _: Request) -> Response:
+        """Answer each server's state, and counts of rollouts: what the page shows."""
+        await self._rollouts.servers.look()
+        servers = [describe_server(place) for place in self._places.values()]
+        return JSONResponse({"servers": servers, "rollouts": self._watch.describe()})
+
+    async def metrics(self, _: Request) -> Response:
+        await self._rollouts.servers.look()
+        text = generate_latest(self._watch.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def elsewhere(self, request: Request) -> Response:
         said = (
