@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from harness.server import PLAIN, Server
+from harness.starting import end, start
 from tests.support.load import pause, prompt, resume, status, until, update
 
 REQUESTS = 100
@@ -26,20 +25,19 @@ def benchmark(server: Server, backend: str, checkpoints: Path, out: Path) -> Ite
     """Run the benchmark beside the block, then check that it ended without an error."""
     model = str(checkpoints / "v0")
     command = [
-        sys.executable, "-m", "sglang.bench_serving",
+        "-m", "sglang.bench_serving",
         "--backend", backend, "--base-url", server.url,
         "--dataset-name", "random-ids", "--tokenizer", model,
         "--num-prompts", str(REQUESTS), "--random-input-len", "16", "--random-output-len", "100",
         "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(out), "--output-details",
     ]  # fmt: skip
     with out.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        process = start(command, output=log)
     try:
         yield
         assert process.wait(timeout=BENCHMARK_S) == 0, out.with_suffix(".log").read_text()[-3000:]
     finally:
-        process.kill()
-        process.wait()
+        end(process)
 
 
 def read_empty_lines(server: Server, count: int) -> None:

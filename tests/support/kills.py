@@ -1,20 +1,24 @@
 """Rollouts on a fleet whose servers are killed, drained and brought back at random.
 
 ``python -m tests.support.kills --minutes 10`` has a trainer that updates the fleet meanwhile. It
-checks each answer by the marker: each token is the one of the version that its span names. It
-prints the numbers as JSON. The exit status is 0 only if no rollout was lost, and none was wrong.
+checks each answer by the marker: each token is the one of the version that its span names. With
+``--front`` the rollouts go through ``sglang-inflight front``, whole and streamed. It prints the
+numbers as JSON. The exit status is 0 only if no rollout was lost, and none was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import random
 import signal
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,12 +27,15 @@ from typing import Any
 import httpx
 
 from harness import marker
-from harness.server import Server, free_port, serve
+from harness.server import PLAIN, Server, free_port, serve
+from harness.streams import read_event
 from sglang_inflight.client import Fleet, FleetSplit, VersionUnclear
 from sglang_inflight.vocabulary.errors import InflightError
 from sglang_inflight.vocabulary.kept_kv import KVPolicy
+from tests.support.front_process import run_front
 from tests.support.load import prompt
 
+Json = dict[str, Any]
 SERVERS, ROLLOUTS, VERSIONS = 3, 8, 6
 LENGTHS = (20, 400, 2000, 6000)
 POLICIES: tuple[KVPolicy, ...] = ("keep", "fence", "recompute")
@@ -74,13 +81,14 @@ class Place:
 class Kills:
     """The fleet, its trainer and its faults. Each thread counts in ``numbers`` under the lock."""
 
-    def __init__(self, folder: Path, seed: int, minutes: float) -> None:
-        self._choose = random.Random(seed)
+    def __init__(self, folder: Path, seed: int, minutes: float, *, by_front: bool) -> None:
+        self._choose, self._seed = random.Random(seed), seed
         self._checkpoints = folder
         for version in range(VERSIONS):
             marker.write(folder / f"v{version}", marker.tensors(version))
         self.places = [Place(number, folder, folder) for number in range(SERVERS)]
-        self._ends_at = time.monotonic() + 60 * minutes
+        self._by_front, self._minutes = by_front, minutes
+        self._ends_at = math.inf
         self._lock = threading.Lock()
         self.numbers: Counter[str] = Counter()
         self.losses: list[str] = []
@@ -96,19 +104,26 @@ class Kills:
             self.numbers.update(numbers)
 
     def run(self) -> None:
-        with Fleet([place.url for place in self.places]) as fleet:
+        with ExitStack() as stack:
+            fleet = stack.enter_context(Fleet([place.url for place in self.places]))
             for place in self.places:
                 place.start()
             self._update(fleet)
+            generate: Callable[[Json], Json] = fleet.generate
+            if self._by_front:
+                urls = [place.url for place in self.places]
+                front = stack.enter_context(run_front(urls, self._checkpoints / "front.log"))
+                generate = functools.partial(ask_front, front.url, random.Random(self._seed))
+            self._ends_at = time.monotonic() + 60 * self._minutes
             with ThreadPoolExecutor(ROLLOUTS + 2) as threads:
-                tasks = [threads.submit(self._roll_out, fleet) for _ in range(ROLLOUTS)]
+                tasks = [threads.submit(self._roll_out, generate) for _ in range(ROLLOUTS)]
                 tasks += [threads.submit(self._train, fleet), threads.submit(self._harm, fleet)]
             for task in tasks:
                 task.result()
 
     # ---- rollouts ----------------------------------------------------------------------
 
-    def _roll_out(self, fleet: Fleet) -> None:
+    def _roll_out(self, generate: Callable[[Json], Json]) -> None:
         choose = random.Random(self._choose.random())
         while not self.is_over:
             length = choose.choice(LENGTHS)
@@ -120,7 +135,7 @@ class Kills:
                 **choose.choice(FIELDS),
             }  # fmt: skip
             try:
-                answer = fleet.generate(body)
+                answer = generate(body)
                 check(answer, length)
             except (InflightError, httpx.HTTPError, Wrong) as error:
                 with self._lock:
@@ -192,8 +207,31 @@ class Kills:
         raise AssertionError(f"a server was not brought back: {report.failures}")
 
 
+def ask_front(url: str, choose: random.Random, body: Json) -> Json:
+    """Return the front's answer, or the last chunk of its stream."""
+    if choose.random() < 0.5:
+        answer = httpx.post(url + "/generate", json=body, timeout=None, **PLAIN)
+        if not answer.is_success:
+            raise Wrong(f"{answer.status_code} {answer.text[:500]}")
+        whole: Json = answer.json()
+        return whole
+    last: Json = {}
+    streamed = {**body, "stream": True}
+    with httpx.stream("POST", url + "/generate", json=streamed, timeout=None, **PLAIN) as lines:
+        for line in lines.iter_lines():
+            if (event := read_event(line)) is None:
+                continue
+            had = last.get("output_ids", [])
+            if event.get("output_ids", [])[: len(had)] != had:
+                raise Wrong(f"{str(event)[:500]} behind {len(had)} tokens")
+            last = event
+    return last
+
+
 def check(answer: Any, length: int) -> None:
     """Raise ``Wrong`` unless each token is its version's, and all are there."""
+    if "output_ids" not in answer:
+        raise Wrong(str(answer)[:500])
     tokens, meta = answer["output_ids"], answer["meta_info"]
     if meta["finish_reason"]["type"] != "length" or len(tokens) != length:
         raise Wrong(f"{len(tokens)} of {length} tokens, {meta['finish_reason']}")
@@ -221,15 +259,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--front", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sglang-inflight-kills-") as folder:
-        kills = Kills(Path(folder), options.seed, options.minutes)
+        kills = Kills(Path(folder), options.seed, options.minutes, by_front=options.front)
         try:
             kills.run()
         finally:
             for place in kills.places:
                 place.end()
-    print(json.dumps({"seed": options.seed, **kills.numbers, "lost": kills.losses}, indent=1))
+    told = {"seed": options.seed, "by_front": options.front}
+    print(json.dumps({**told, **kills.numbers, "lost": kills.losses}, indent=1))
     return 1 if kills.losses else 0
 
 

@@ -23,6 +23,9 @@ class Proxy:
         self._is_stopped = False
         # path of each request so far
         self.arrivals: list[str] = []
+        # actions by their request's place in ``arrivals``, before and after the server had it
+        self.before_arrival: dict[int, Callable[[], object]] = {}
+        self.after_arrival: dict[int, Callable[[], object]] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
@@ -56,6 +59,8 @@ class Proxy:
                 self.do_POST()
 
             def do_POST(self) -> None:
+                # a client makes one call at a time
+                number = len(proxy.arrivals)
                 proxy.arrivals.append(self.path)
                 if proxy._is_stopped:
                     self.close_connection = True
@@ -63,7 +68,9 @@ class Proxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 try:
                     proxy._before.pop(self.path, lambda: None)()
+                    proxy.before_arrival.get(number, lambda: None)()
                     answer = proxy._forward(self.command, self.path, body)
+                    proxy.after_arrival.get(number, lambda: None)()
                 except (ConnectionAbortedError, httpx.HTTPError):
                     self.close_connection = True
                     return

@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from harness.server import Server, serve
-from sglang_inflight.client import AsyncFleet, Fleet, FleetSplit, RolloutLost
+from sglang_inflight.client import AsyncFleet, Fleet, RolloutLost
+from sglang_inflight.client.rollouts.servers import LONG_ANSWER_S, Place
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import random_model
-from tests.support.load import ask, pass_boundaries, prompt, status, until
+from tests.support.load import ask, prompt, status, until
 from tests.support.proxy import Proxy
+from tests.support.seats import Seats, hand_back, kill, seats
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
-LENGTH, TOKENS = 40, 1000
+LENGTH, TOKENS = 40, 400
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 LONG = {"max_new_tokens": 5000}
 
@@ -39,14 +41,18 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def two(versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seats]:
+    """Two servers; each streams in another form."""
+    more = ((), ("--incremental-streaming-output",))
+    with seats(versions / "v0", tmp_path_factory.mktemp("logs"), *FLAGS, more=more) as two:
+        yield two
+
+
 @pytest.fixture
-def servers(versions: Path, tmp_path: Path) -> Iterator[list[Server]]:
-    """Two servers, for a test that may kill one; each streams in another form."""
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(serve(versions / "v0", *FLAGS, *more, log=tmp_path / f"{n}.log"))
-            for n, more in enumerate(((), ("--incremental-streaming-output",)))
-        ]
+def servers(two: Seats) -> list[Server]:
+    """Two servers, for a test that may kill one."""
+    return two.fill()
 
 
 @pytest.fixture
@@ -111,7 +117,7 @@ def test_rollout_of_a_killed_server_goes_on_elsewhere(
     request = body(**fields)
     expected = alone(servers[0], request)
     asked, first, other = start(threads, fleet, servers, request)
-    first.process.send_signal(signal.SIGKILL)
+    kill(first)
     answer = asked.result()
     expect_as_alone(answer, expected)
     assert answer["meta_info"]["servers"][-1]["server"] == other.url
@@ -142,7 +148,7 @@ def test_samples_of_a_batch_outlive_a_server(
     expected = [alone(servers[0], body(each)) for each in prompts]
     asked = threads.submit(fleet.generate, body(prompts, sampling={"n": 2}))
     until("both servers run", lambda: len(running(servers)) == 2)
-    servers[0].process.send_signal(signal.SIGKILL)
+    kill(servers[0])
     answers = asked.result()
     assert len(answers) == 4
     for answer, of in zip(answers, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
@@ -161,7 +167,7 @@ def test_stream_goes_on_without_a_token_twice(servers: list[Server]) -> None:
                 if len(answers) == 3:
                     by_url = {server.url: server for server in servers}
                     first = by_url[answer["meta_info"]["servers"][0]["server"]]
-                    first.process.send_signal(signal.SIGKILL)
+                    kill(first)
         return answers
 
     answers = asyncio.run(read())
@@ -178,7 +184,7 @@ def test_rollout_that_cannot_move_begins_anew(
     request = body(sampling={"custom_params": {"record": "replay"}})
     expected = alone(servers[0], request)
     asked, first, other = start(threads, fleet, servers, request)
-    first.process.send_signal(signal.SIGKILL)
+    kill(first)
     answer = asked.result()
     expect_as_alone(answer, expected)
     assert [place["server"] for place in answer["meta_info"]["servers"]] == [other.url]
@@ -219,10 +225,50 @@ def test_client_abort_ends_the_rollout(
     assert len(answer["meta_info"]["servers"]) == 1
 
 
+def test_rollout_goes_on_when_its_drained_server_is_back_before_the_client_looks(
+    versions: Path,
+    servers: list[Server],
+    tmp_path: Path,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = body(sampling={"max_new_tokens": 1000})
+    expected = alone(servers[0], request)
+    look = Place.look
+    with contextlib.ExitStack() as stack:
+        block = serve(versions / "v0", *FLAGS, log=tmp_path / "leaving.log")
+        leaving = stack.enter_context(block)
+        port = urlsplit(leaving.url).port
+        lives = [leaving]
+
+        def come_back() -> None:
+            kill(leaving)
+            again = serve(versions / "v0", *FLAGS, log=tmp_path / "back.log", port=port)
+            lives.append(stack.enter_context(again))
+
+        async def look_late(place: Place, patience_s: float = 2.0) -> None:
+            if patience_s == LONG_ANSWER_S and len(lives) == 1:
+                await asyncio.to_thread(come_back)
+            await look(place, patience_s)
+
+        with Fleet([leaving.url, servers[0].url]) as fleet:
+            fleet.client.leave_out([servers[0].url])
+            asked = threads.submit(fleet.generate, request)
+            until("the rollout runs", lambda: running([leaving]))
+            monkeypatch.setattr(Place, "look", look_late)
+            hand_back(leaving)
+            answer = asked.result()
+        assert len(lives) == 2
+        meta = answer["meta_info"]
+        assert meta["finish_reason"]["type"] == "length"
+        assert answer["output_ids"] == expected["output_ids"]
+        assert [place.get("why") for place in meta["servers"]] == ["drained", None]
+
+
 def test_update_of_a_fleet_goes_on_without_a_draining_server(
     servers: list[Server], fleet: Fleet, versions: Path
 ) -> None:
-    ask(servers[1], "POST", "/inflight/drain", {"deadline_s": 0})
+    hand_back(servers[1])
     report = fleet.update_from_disk(str(versions / "v1"), weight_version="v1")
     assert report.answers.keys() == {servers[0].url}
     assert not report.failures
@@ -234,7 +280,7 @@ def test_sigterm_with_a_grace_hands_rollouts_back(
     versions: Path, servers: list[Server], tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     env = {"SGLANG_INFLIGHT_DRAIN_S": "0"}
-    request = body(sampling=LONG)
+    request = body(sampling={"max_new_tokens": 1000})
     expected = alone(servers[0], request)
     with serve(versions / "v0", *FLAGS, log=tmp_path / "leaving.log", env=env) as leaving:
         with Fleet([leaving.url, servers[0].url]) as fleet:
@@ -247,30 +293,3 @@ def test_sigterm_with_a_grace_hands_rollouts_back(
         expect_as_alone(answer, expected)
         assert answer["meta_info"]["servers"][-1]["server"] == servers[0].url
         leaving.process.wait()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rollouts_through_kills_drains_and_updates_are_whole(
-    servers: list[Server], versions: Path, threads: ThreadPoolExecutor, seed: int
-) -> None:
-    """A server drains or is killed at a random moment of an update."""
-    choose = random.Random(seed)
-    with Fleet([server.url for server in servers]) as fleet:
-        rollouts = [threads.submit(fleet.generate, body(sampling=LONG)) for _ in range(4)]
-        until("they run", lambda: running(servers))
-        victim = choose.choice(servers)
-        updated = threads.submit(
-            fleet.update_from_disk, str(versions / "v1"), weight_version="v1", kv_cache="keep"
-        )
-        (survivor,) = (server for server in servers if server is not victim)
-        pass_boundaries(survivor, choose.randrange(100))
-        if choose.random() < 0.5:
-            victim.process.send_signal(signal.SIGKILL)
-        else:
-            victim.post("/inflight/drain", {"deadline_s": 0})
-        with contextlib.suppress(FleetSplit, Refused):
-            updated.result()
-        for rollout in rollouts:
-            answer = rollout.result()
-            assert len(answer["output_ids"]) == LONG["max_new_tokens"]
-            assert answer["meta_info"]["finish_reason"]["type"] == "length"

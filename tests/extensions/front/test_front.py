@@ -8,40 +8,38 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from harness.server import PLAIN, Server, free_port, serve
-from harness.starting import end
+from harness.server import PLAIN, Server
 from harness.streams import read_event
+from sglang_inflight.extensions.front.watch import PREFIX, Watch
 from tests.support import random_model
+from tests.support.front_process import Front, run_front
 from tests.support.gateways import MODEL, send
 from tests.support.load import ask, prompt, status, until
+from tests.support.seats import Seats, hand_back, kill, seats
 from tests.test_bench_serving import BENCHMARK_S, REQUESTS, benchmark
+from tests.test_metrics import DASHBOARD
 
 FLAGS = (
     "--weight-version", "v0", "--dtype", "float32", "--served-model-name", MODEL,
 )  # fmt: skip
 ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
-TOKENS = 1000
+TOKENS = 400
 GENERATE, VLLM = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (GENERATE, VLLM, COMPLETIONS, CHAT)
 _OPENAI: dict[str, Any] = {
     "model": MODEL, "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS,
 }  # fmt: skip
-
-
-class Front(Server):
-    """The front, in the place of a server."""
 
 
 @pytest.fixture(scope="module")
@@ -52,45 +50,24 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def three(versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seats]:
+    """Three servers, which stream in both forms."""
+    more = ((), ("--incremental-streaming-output",), ())
+    with seats(versions / "v0", tmp_path_factory.mktemp("logs"), *FLAGS, more=more, env=ENV) as s:
+        yield s
+
+
 @pytest.fixture
-def servers(versions: Path, tmp_path: Path) -> Iterator[list[Server]]:
-    """Three servers, for a test that may kill two; they stream in both forms."""
-    forms = ((), ("--incremental-streaming-output",), ())
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                serve(versions / "v0", *FLAGS, *form, log=tmp_path / f"{n}.log", env=ENV)
-            )
-            for n, form in enumerate(forms)
-        ]
+def servers(three: Seats) -> list[Server]:
+    """Three servers, for a test that may kill two."""
+    return three.fill()
 
 
 @pytest.fixture
 def front(servers: list[Server], tmp_path: Path) -> Iterator[Front]:
-    with run_front(servers, tmp_path / "front.log") as front:
+    with run_front([server.url for server in servers], tmp_path / "front.log") as front:
         yield front
-
-
-@contextlib.contextmanager
-def run_front(servers: Sequence[Server], log: Path) -> Iterator[Front]:
-    port = free_port()
-    urls = [argument for server in servers for argument in ("--url", server.url)]
-    command = [sys.executable, "-m", "sglang_inflight.cli", "front", *urls, "--port", str(port)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, process_group=0)
-    front = Front(f"http://127.0.0.1:{port}", process, log)
-    try:
-        until("the front is ready", lambda: _is_ready(front))
-        yield front
-    finally:
-        end(process)
-
-
-def _is_ready(front: Front) -> bool:
-    assert front.is_alive(), front.log_text()
-    with contextlib.suppress(httpx.ConnectError):
-        return httpx.get(front.url + "/ready", **PLAIN).is_success
-    return False
 
 
 def body(path: str, *, stream: bool, **fields: Any) -> dict[str, Any]:
@@ -158,15 +135,6 @@ def _runs_some(server: Server) -> bool:
     return bool(status(server)["running"] > 3)
 
 
-def kill(server: Server) -> None:
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait()
-
-
-def hand_back(server: Server) -> None:
-    ask(server, "POST", "/inflight/drain", {"deadline_s": 0})
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("leave", [kill, hand_back])
 def test_stream_goes_on_at_another_server(
@@ -215,11 +183,16 @@ def test_refusals_pass(front: Front, path: str) -> None:
 
 def test_contract_finds_its_server(servers: list[Server], front: Front) -> None:
     name = {"new_version": "v7", "abort_all_requests": False}
+    send(front, COMPLETIONS, body(COMPLETIONS, stream=False, max_tokens=1))
+    asked = [server.log_text().count(COMPLETIONS) for server in servers]
+    # behind the front's last look at the servers
     ask(servers[2], "POST", "/update_weight_version", name)
     for _ in range(3):
-        request = body(COMPLETIONS, stream=False, exact_weight_version="v7")
+        request = body(COMPLETIONS, stream=False, exact_weight_version="v7", max_tokens=8)
         answer = send(front, COMPLETIONS, request)
         assert answer.status_code == 200, answer.text
+    grown = [server.log_text().count(COMPLETIONS) for server in servers]
+    assert [now - was for now, was in zip(grown, asked, strict=True)] == [0, 0, 3]
 
 
 def test_questions_and_aborts_reach_the_servers(servers: list[Server], front: Front) -> None:
@@ -239,6 +212,59 @@ def test_control_calls_are_made_at_the_servers(front: Front) -> None:
     assert "make control calls at the servers" in refused.text
     assert send(front, GENERATE, [1]).status_code == 400
     assert httpx.post(front.url + GENERATE, content=b"{", **PLAIN).status_code == 400
+
+
+def test_fleets_page_and_metrics_tell_of_a_move(servers: list[Server], front: Front) -> None:
+    request = body(COMPLETIONS, stream=True)
+    left: list[Server] = []
+
+    def leave() -> None:
+        left.append(running(servers))
+        kill(left[0])
+
+    read(front, COMPLETIONS, request, on_start=leave)
+    told = front.get("/inflight/fleet")
+    (move,) = told["rollouts"]["moves"]
+    assert (move["source"], move["why"]) == (left[0].url, "failed")
+    assert 0 < move["tokens"] < TOKENS
+    assert told["rollouts"]["ended"] == {"whole": 1}
+    assert (told["rollouts"]["running"], told["rollouts"]["moved"]) == (0, 1)
+    by_url = {server["url"]: server for server in told["servers"]}
+    assert by_url.keys() == {server.url for server in servers}
+    assert [url for url, server in by_url.items() if not server["ready"]] == [left[0].url]
+    assert {by_url[url]["weight_version"] for url in by_url.keys() - {left[0].url}} == {"v0"}
+    page = httpx.get(front.url + "/", **PLAIN)
+    assert page.headers["content-type"].startswith("text/html")
+    assert 'fetch("inflight/fleet"' in page.text
+    values = exposed(front)
+    assert values['rollouts_total{end="whole"}'] == values['moves_total{why="failed"}'] == 1
+    assert values["move_seconds_count{}"] == 1
+    assert [values[f'server_ready{{server="{server.url}"}}'] for server in servers] == [
+        server not in left for server in servers
+    ]
+
+
+def exposed(front: Front) -> dict[str, float]:
+    """Return the front's metrics, by names without their prefix."""
+    text = httpx.get(front.url + "/metrics", **PLAIN).text
+    return {
+        sample.name.removeprefix(PREFIX)
+        + "{"
+        + ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+        + "}": sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_dashboard_draws_exactly_the_fronts_metrics() -> None:
+    shown = Watch()
+    shown.watch([])
+    families = {family.name.removeprefix(PREFIX) for family in shown.registry.collect()}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    drawn = {name for each in expressions for name in re.findall(PREFIX + r"(\w+)", each)}
+    assert {re.sub("_(total|bucket)$", "", name) for name in drawn} == families
 
 
 def test_front_without_a_ready_server_says_why(servers: list[Server], front: Front) -> None:
