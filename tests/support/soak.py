@@ -204,6 +204,8 @@ class Soak:
         began = time.monotonic()
         for operation in self._operations:
             self._act(operation)
+        # on a slow machine the round may have taken all the minutes
+        self.numbers.rss.append(round(self._rss()))
         operations, weights = zip(*self._operations.items(), strict=True)
         while (
             time.monotonic() < began + 60 * minutes
