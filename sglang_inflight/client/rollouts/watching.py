@@ -1,4 +1,4 @@
-"""What happens to the rollouts of a fleet, for a program that counts it."""
+"""A watcher of the rollouts of a fleet, for a program that counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the front has seen: counts for Prometheus, and the last moves for its page.
+"""The front's memory: counts for Prometheus, and the last moves for its page.
 
 All of it belongs to the front's event loop.
 """
