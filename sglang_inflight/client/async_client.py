@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import socket
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -27,6 +26,7 @@ from sglang_inflight.client.answers import (
     say_why,
     says_inactive,
 )
+from sglang_inflight.client.connections import Transport
 from sglang_inflight.client.fields import (
     BeginFields,
     DiskOptions,
@@ -83,14 +83,6 @@ DRAIN_S = 86_400.0
 
 # no limit on reads and writes: ``_call`` bounds the whole call
 _TIMEOUT = httpx.Timeout(10.0, read=None, write=None)
-# TCP notices a dead machine in half a minute
-_NOTICE_DEATH = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
-]
 # shorter than the server's 5 s, or a call could use a connection while the server closes it
 _LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
@@ -128,11 +120,10 @@ class AsyncClient:
         self.url = url
         self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        transport = httpx.AsyncHTTPTransport(
+        transport = Transport(
             # loading certificates takes longer than a call, and a fleet has many clients
             verify=httpx.URL(url).scheme == "https",
             retries=ATTEMPTS - 1,
-            socket_options=_NOTICE_DEATH,
             limits=_LIMITS,
         )
         self._http = httpx.AsyncClient(

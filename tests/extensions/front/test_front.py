@@ -289,4 +289,5 @@ def test_bench_serving_completes_every_request_while_servers_die(
             kill(server)
     for out in outs.values():
         result = json.loads(out.read_text().splitlines()[-1])
+        assert [error for error in result["errors"] if error] == []
         assert result["completed"] == REQUESTS
