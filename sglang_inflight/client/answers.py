@@ -20,6 +20,7 @@ from sglang_inflight.vocabulary.errors import (
     Refused,
     TooLarge,
 )
+from sglang_inflight.vocabulary.version import VERSION, why_not_together
 
 
 class NoAnswer(OutcomeUnknown):
@@ -118,6 +119,12 @@ def says_inactive(reply: Reply) -> str | None:
         )
     body = _decode(reply) or {}
     return str(body.get("message")) if body.get("active") is False else None
+
+
+def says_other_version(reply: Reply) -> str | None:
+    """Return why ``/inflight/status`` is that of a server which needs another client, or None."""
+    server = (_decode(reply) or {}).get("inflight_version")
+    return why_not_together(VERSION, str(server)) if server else None
 
 
 def say_why(reply: Reply) -> str:

@@ -25,6 +25,7 @@ from sglang_inflight.client.answers import (
     read_reply,
     say_why,
     says_inactive,
+    says_other_version,
 )
 from sglang_inflight.client.connections import Transport
 from sglang_inflight.client.fields import (
@@ -104,8 +105,8 @@ class AsyncClient:
     Every call has a time limit: ``timeout_s`` plus the time in its own fields.
 
     Before its first ``POST`` a client asks for the status. A server without SGLang Inflight would
-    ignore our fields, and hold requests up during an update. The client raises ``NotOffered``
-    instead, and sends nothing.
+    ignore our fields, and hold requests up during an update. A server of another minor version may
+    read them in another way. The client raises ``NotOffered`` instead, and sends nothing.
     """
 
     def __init__(
@@ -720,7 +721,7 @@ class AsyncClient:
         self._require_active(reply)
 
     def _require_active(self, status: Reply) -> None:
-        if (why := says_inactive(status)) is not None:
+        if (why := says_inactive(status) or says_other_version(status)) is not None:
             raise NotOffered(why)
         self._runs_with_us = self._runs_with_us or status.response.is_success
 

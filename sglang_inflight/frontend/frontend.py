@@ -37,6 +37,7 @@ from sglang_inflight.settings import Settings, extensions_on
 from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 from sglang_inflight.vocabulary.labels import AdapterLabel
+from sglang_inflight.vocabulary.version import VERSION
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -216,6 +217,7 @@ def write_status(
         behind=behind,
         draining=draining,
         extensions=extensions,
+        inflight_version=VERSION,
         instance=instance,
         capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(

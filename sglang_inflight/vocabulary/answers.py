@@ -274,6 +274,8 @@ class Status(State, frozen=True, kw_only=True):
 
     # an inactive server answers ``Inactive`` instead
     active: bool = True
+    # version of the server's distribution
+    inflight_version: str = ""
     # name of the server's process: another one after a restart at the same address
     instance: str = ""
     role: Role = "both"

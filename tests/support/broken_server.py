@@ -23,6 +23,7 @@ from sglang_inflight.vocabulary.answers import (
     StagingStatus,
     Status,
 )
+from sglang_inflight.vocabulary.version import VERSION
 
 _RECEIPT = Receipt(
     message="ok",
@@ -64,6 +65,7 @@ _STATE: dict[str, Any] = {
 WELL: dict[str, Answer] = {
     "/inflight/status": Status(
         **_STATE,
+        inflight_version=VERSION,
         capabilities=Capabilities(),
         ranks=(RankStatus(**_STATE, dp_rank=0, tp_rank=0, pp_rank=0),),
     ),

@@ -1,7 +1,8 @@
-"""The two distributions: a server's wheel has no tool, and is enough for a server."""
+"""The three distributions: the server's, the client's, and the tools'."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from harness.starting import ROOT
+from sglang_inflight.vocabulary.version import VERSION
 
 # imports of an installation of the wheel alone; the environment has the tools, too
 INSTALL = """
@@ -29,38 +31,55 @@ print(sglang_inflight.__file__, plugin.is_installed())
 """
 
 
-ABOUT = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
-SERVER, TOOLS = ROOT, ROOT / "tools"
-# what the wheel of each folder is made of
-SOURCES = {
-    SERVER: (*ABOUT, "setup.py", "sglang_inflight", "patches"),
-    TOOLS: (*ABOUT, "sglang_inflight_tools"),
-}
+SERVER, CLIENT, TOOLS = ROOT, ROOT / "client", ROOT / "tools"
+FOLDERS = (SERVER, CLIENT, TOOLS)
+# what the three wheels are made of
+SOURCES = (
+    *(folder.relative_to(ROOT) / name for folder in FOLDERS for name in
+      ("pyproject.toml", "README.md", "LICENSE", "NOTICE")),
+    Path("setup.py"), Path("client/setup.py"),
+    Path("sglang_inflight"), Path("patches"), Path("tools/sglang_inflight_tools"),
+)  # fmt: skip
+PACKAGE = ROOT / "sglang_inflight"
+# says by itself that the server's distribution is missing
+LATE = {"sglang_inflight/cli/local.py": {"sglang_inflight.livepatch"}}
 
 
 def project(folder: Path) -> Any:
     return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
 
 
-def build(source: Path, folder: Path) -> zipfile.ZipFile:
-    """Build the wheel of a copy: an earlier build would leave its files in the tree."""
-    copy = folder / "source"
-    copy.mkdir()
-    for name in SOURCES[source]:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, copy / name)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree: an earlier build would leave its files in the tree."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in SOURCES:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name)
         else:
-            shutil.copy(source / name, copy)
-    code = "from setuptools import build_meta; build_meta.build_wheel('..')"
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def build(copy: Path, folder: Path) -> zipfile.ZipFile:
+    """Build the wheel of a folder of the tree."""
+    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    at = copy / folder.relative_to(ROOT)
     command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=240)
-    (wheel,) = folder.glob("*.whl")
+    subprocess.run(command, cwd=at, check=True, capture_output=True, timeout=240)
+    (wheel,) = (at / "dist").glob("*.whl")
     return zipfile.ZipFile(wheel)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    return build(SERVER, tmp_path_factory.mktemp("server"))
+def server(copy: Path) -> zipfile.ZipFile:
+    return build(copy, SERVER)
+
+
+@pytest.fixture(scope="module")
+def client(copy: Path) -> zipfile.ZipFile:
+    return build(copy, CLIENT)
 
 
 def tops(wheel: zipfile.ZipFile) -> set[str]:
@@ -72,25 +91,62 @@ def modules(wheel: zipfile.ZipFile) -> set[str]:
     return {name for name in wheel.namelist() if name.endswith(".py")}
 
 
-def test_servers_wheel_has_the_package_and_the_patches_alone(server: zipfile.ZipFile) -> None:
-    assert tops(server) == {"sglang_inflight"}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_inflight").rglob("*.py")}
-    assert modules(server) == sources
+def files(wheel: zipfile.ZipFile) -> set[str]:
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def test_server_and_client_have_the_package_and_no_file_twice(
+    server: zipfile.ZipFile, client: zipfile.ZipFile
+) -> None:
+    assert tops(server) == tops(client) == {"sglang_inflight"}
+    assert not files(server) & files(client)
+    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    assert modules(server) | modules(client) == sources
+    data = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file()}
+    data = {name for name in data if "__pycache__" not in name} - sources
+    assert files(client) - modules(client) == data
+
+
+def test_servers_wheel_has_the_patches(server: zipfile.ZipFile) -> None:
     patches = [name for name in server.namelist() if name.startswith("sglang_inflight/_patches/")]
     assert len([name for name in patches if name.endswith(".patch")]) == len(
         [*ROOT.glob("patches/*/*.patch")]
     )
 
 
-def test_tools_wheel_has_the_tools_alone(tmp_path: Path) -> None:
-    wheel = build(TOOLS, tmp_path)
+def test_clients_modules_import_no_module_of_the_server(client: zipfile.ZipFile) -> None:
+    ours = {name.removesuffix(".py").removesuffix("/__init__") for name in modules(client)}
+    found = {}
+    for name in modules(client):
+        imported = {
+            module
+            for node in ast.walk(ast.parse(client.read(name)))
+            for module in _imported(node)
+            if module.partition(".")[0] == PACKAGE.name
+        }
+        if others := {each for each in imported if each.replace(".", "/") not in ours}:
+            found[name] = others
+    assert found == LATE
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_tools_wheel_has_the_tools_alone(copy: Path) -> None:
+    wheel = build(copy, TOOLS)
     assert tops(wheel) == {"sglang_inflight_tools"}
     sources = {str(path.relative_to(TOOLS)) for path in (TOOLS / "sglang_inflight_tools").iterdir()}
     assert modules(wheel) == {name for name in sources if name.endswith(".py")}
 
 
-def test_servers_wheel_alone_installs_the_plugin(server: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_server_and_clients_wheel_alone_install_the_plugin(
+    server: zipfile.ZipFile, client: zipfile.ZipFile, tmp_path: Path
+) -> None:
     server.extractall(tmp_path)
+    client.extractall(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", INSTALL],
         cwd=tmp_path,
@@ -104,13 +160,20 @@ def test_servers_wheel_alone_installs_the_plugin(server: zipfile.ZipFile, tmp_pa
     assert done.stdout.splitlines()[-1:] == [expected], done.stderr[-2000:]
 
 
-def test_tools_need_the_server_of_their_version() -> None:
-    ours, tools = project(SERVER), project(TOOLS)
-    assert ours["version"] == tools["version"]
-    assert tools["dependencies"] == [f"sglang-inflight=={ours['version']}"]
+def test_distributions_need_each_other_in_one_version() -> None:
+    assert {project(folder)["version"] for folder in FOLDERS} == {VERSION}
+    assert f"sglang-inflight-client=={VERSION}" in project(SERVER)["dependencies"]
+    assert project(TOOLS)["dependencies"] == [f"sglang-inflight=={VERSION}"]
 
 
-@pytest.mark.parametrize("folder", [SERVER, TOOLS], ids=["server", "tools"])
+def test_client_needs_neither_sglang_nor_torch() -> None:
+    declared = project(CLIENT)
+    extras = [need for needs in declared["optional-dependencies"].values() for need in needs]
+    names = {re.split(r"[<>=~!\[ ;]", need)[0] for need in [*declared["dependencies"], *extras]}
+    assert not names & {"sglang", "sglang-inflight", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=["server", "client", "tools"])
 def test_environment_has_the_entry_points_of_this_tree(folder: Path) -> None:
     """A stale environment would test another tree's: make .venv/.ready mends it."""
     declared = project(folder)

@@ -29,6 +29,7 @@ from sglang_inflight.vocabulary.answers import (
 )
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.calls import TABLE
+from sglang_inflight.vocabulary.version import VERSION
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -51,7 +52,7 @@ class Entries:
         self._sleeps = get_exec().features.enable_memory_saver
         self._fixed: dict[str, Any] = {
             "engine_version": version("sglang"),
-            "inflight_version": version("sglang-inflight"),
+            "inflight_version": VERSION,
             "tp_size": parallel.tp_size,
             "dp_size": parallel.dp_size,
             "pp_size": parallel.pp_size,

@@ -7,6 +7,5 @@ from sglang_inflight.extension import Extension
 EXTENSION = Extension(
     name="front",
     modules=(),
-    requires=("continued",),
     commands={"front": "sglang_inflight.extensions.front.command:front"},
 )

@@ -13,6 +13,7 @@ from harness import marker
 from harness.server import Server, serve
 from sglang_inflight.client import Client
 from sglang_inflight.vocabulary.calls import TABLE
+from sglang_inflight.vocabulary.version import VERSION
 from tests.extensions.control_planes import in_engine
 from tests.support.engine import run_script
 from tests.support.load import ENDLESS, ask, pause, resume, start_running, status, until, update
@@ -62,7 +63,7 @@ def test_entry_of_an_idle_server_has_all_fields(any_server: Server, checkpoints:
         "protocol_version": 1,
         "engine": "sglang",
         "engine_version": version("sglang"),
-        "inflight_version": version("sglang-inflight"),
+        "inflight_version": VERSION,
         "model": model,
         "model_id": model,
         "model_path": model,

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_inflight.client.answers import WrongAnswer
-from sglang_inflight.extensions.continued.so_far import read_so_far
 from sglang_inflight.extensions.front.relay import CHAT, COMPLETIONS, GENERATE, Relay, Repeated
 from sglang_inflight.extensions.front.whole import Whole
 
@@ -77,6 +76,9 @@ def read(path: str, chunks: list[dict[str, Any]]) -> tuple[Any, list[float]]:
 def test_stream_of_several_servers_is_that_of_one(
     path: str, cuts: list[int], sizes: list[int]
 ) -> None:
+    # the server's part of it
+    from sglang_inflight.extensions.continued.so_far import read_so_far
+
     relay, left, got = Relay(path, {"n": 1}), itertools.cycle(sizes), []
     for server, end in enumerate([*cuts, len(WORDS)]):
         body = relay.next_body()
