@@ -25,6 +25,9 @@ _ELSEWHERE = re.compile(r"[a-z]+:|#")
 _COMMENT = re.compile(r"^(<!-- .* -->)$\n?", re.MULTILINE)
 # a line of a paragraph, and a list behind it
 _LIST = re.compile(r"^((?![-*|<#]|\d+\. |[ ]).+)\n(?=- )", re.MULTILINE)
+# a flag in code outside of blocks. A browser breaks it behind its hyphens; a longer one needs that.
+_CODE = re.compile(r"(<pre\b.*?</pre>)|(<code>[^<]*</code>)", re.DOTALL)
+_FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]{1,30}(?![\w-])")
 
 
 def outside(pattern: str) -> list[str]:
@@ -53,7 +56,17 @@ def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
         (DOCS if file.generated_by is None else "") + file.src_uri: file.src_uri for file in files
     }
     (name,) = (name for name, uri in places.items() if uri == page.file.src_uri)
+    if not name.startswith(DOCS):
+        # a search finds pages for users before those about code
+        page.meta["search"] = {"boost": 0.5}
     return prepared(text, name, places, config.repo_url)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Mark short flags, for site.css."""
+    return _CODE.sub(
+        lambda code: code[1] or _FLAG.sub(r'<span class="flag">\g<0></span>', code[2]), html
+    )
 
 
 def prepared(text: str, name: str, places: Mapping[str, str], repo_url: str | None) -> str:
