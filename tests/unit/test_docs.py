@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import site
+from harness import pages
 from harness.starting import ROOT
 from sglang_inflight.settings import PREFIX, kinds
 from sglang_inflight.vocabulary.calls import TABLE
@@ -87,13 +87,13 @@ def test_each_page_has_one_place_in_the_sites_navigation() -> None:
     places = re.findall(r"([\w/-]+\.md)$", navigation, flags=re.MULTILINE)
     of_docs = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     # the hook gives the extensions' pages theirs
-    of_others = {name for pattern in site.OUTSIDE for name in site.outside(pattern)}
+    of_others = {name for pattern in pages.OUTSIDE for name in pages.outside(pattern)}
     assert sorted(places) == sorted(of_docs | of_others)
 
 
 def test_reference_and_guide_name_every_call() -> None:
-    pages = [*(DOCS / "guide").glob("*.md"), *(DOCS / "reference").glob("*.md")]
-    text = "".join(page.read_text() for page in pages)
+    documents = [*(DOCS / "guide").glob("*.md"), *(DOCS / "reference").glob("*.md")]
+    text = "".join(document.read_text() for document in documents)
     paths = {call.path for call in TABLE.values() if call.path is not None}
     wanted = {path.removeprefix("/update_weights_from") for path in paths}
     wanted |= {PREFIX + field.name.upper() for kind in kinds() for field in fields(kind)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness import site
+from harness import pages
 
 PLACES = {
     "docs/guide/updates.md": "guide/updates.md",
@@ -15,7 +15,7 @@ PLACES = {
 
 
 def prepared(text: str, name: str, repo_url: str | None = None) -> str:
-    return site.prepared(text, name, PLACES, repo_url)
+    return pages.prepared(text, name, PLACES, repo_url)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_list_or_table_of_the_forge_is_a_paragraph_of_the_site() -> None:
     ],
 )
 def test_browser_breaks_a_short_flag(html: str, marked: str) -> None:
-    assert site.on_page_content(html, None, None, None) == marked
+    assert pages.on_page_content(html, None, None, None) == marked
