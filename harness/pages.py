@@ -16,7 +16,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
-OUTSIDE = ("benchmarks/*.md", "patches/README.md", "tools/README.md")
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/*.md",
+    "patches/README.md",
+    "tools/README.md",
+)
 EXTENSIONS = "sglang_inflight/extensions/*/README.md"
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
