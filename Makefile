@@ -15,7 +15,7 @@ RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
 .PHONY: demo rl test test-extension test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router test-smg matrix families \
-	test-upstream test-version port lint doctor gpu bench
+	test-upstream test-version port lint docs doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
@@ -108,12 +108,22 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site of the documents, in site/. It is strict: links, anchors, and each page's place.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 doctor: $(READY)
 	$(BIN)/sglang-inflight doctor
 
 $(PORT): pyproject.toml
 	$(PYTHON) -m venv .venv-port
 	.venv-port/bin/pip install --quiet 'mypy>=2' msgspec packaging pytest unidiff
+	touch $@
+
+# With REPO_URL=… the site's links to sources go to the forge.
+.venv-docs/.ready:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet mkdocs==1.6.1 mkdocs-material==9.8.2
 	touch $@
 
 # TRL without vLLM: 1.5 GB with torch's build for a CPU, and several times that with the one for CUDA.

@@ -1,4 +1,4 @@
-"""Pictures of results: one for each benchmark, and two for the README. Each has its limit.
+"""Pictures of results: one for each benchmark, and two for the documents. Each has its limit.
 
 The limit of a pause, a gap or a commit is one step. The limit of what moves bytes is one copy of
 them, at the bandwidth that was measured in the same run.
@@ -304,7 +304,7 @@ def _median(value: Any) -> float | None:
 
 
 def summary(found: dict[str, list[Result]]) -> list[Panel]:
-    """Return the panels of the README's picture, as far as there are numbers."""
+    """Return the panels of the summary, as far as there are numbers."""
     panels = []
     if of_script := found.get("update_gap"):
         bars = [_gap(row, row["update"]) for _, _, row in rows_of(of_script[:1])]

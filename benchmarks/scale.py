@@ -216,14 +216,15 @@ PACKAGE = Package(
     pace=Constant(
         100 * GIB,
         "B/s",
-        "docs/api.md, SGLANG_INFLIGHT_PACE_BYTES_PER_S: a GPU's default, chosen without a GPU",
+        "docs/reference/settings.md, SGLANG_INFLIGHT_PACE_BYTES_PER_S: a GPU's default, chosen "
+        "without a GPU",
         Status.SET,
         "stalls: beside_staging_tokens_per_s, at several paces",
     ),
     interpreter_share=Constant(
         0.25,
         "of a core",
-        "docs/api.md, SGLANG_INFLIGHT_PACE_INTERPRETER",
+        "docs/reference/settings.md, SGLANG_INFLIGHT_PACE_INTERPRETER",
         Status.SET,
         "stalls: beside_staging_tokens_per_s",
     ),
@@ -301,7 +302,10 @@ PACKAGE = Package(
     ),
     spare=Constant(64 * MIB, "B", "sglang_inflight/scheduler/update/swap.py", Status.SET),
     changes_on_card=Constant(
-        0.1, "of the weights", "docs/api.md, SGLANG_INFLIGHT_CHANGES_BYTES", Status.SET
+        0.1,
+        "of the weights",
+        "docs/reference/settings.md, SGLANG_INFLIGHT_CHANGES_BYTES",
+        Status.SET,
     ),
     offset=Constant(
         2,
@@ -324,7 +328,7 @@ PACKAGE = Package(
     rounding=Constant(
         2,
         "at most",
-        "docs/api.md: torch rounds pinned memory of each weight up to a power of two",
+        "docs/guide/staging.md: torch rounds pinned memory of each weight up to a power of two",
         Status.PUBLISHED,
     ),
     remap_handles=Constant(

@@ -1,6 +1,6 @@
 """One update, recorded: when each stream's tokens arrive before it, during it, and after it.
 
-The picture of the README shows it. The other benchmarks measure many updates, and say how typical
+The README shows its picture. The other benchmarks measure many updates, and say how typical
 this one is.
 """
 

@@ -1,6 +1,6 @@
 """Thousands of bodies to each of our routes, under running requests.
 
-The README allows no 5xx, no lost request, and no token by other weights than those in place. Valid
+No body may cause a 5xx, a lost request, or a token by other weights than those in place. Valid
 bodies send the weights already served, so a token of other weights is an error.
 """
 

@@ -1,7 +1,7 @@
 """Turns the results of a run into a page: ``python -m benchmarks.gpu.report FOLDER [--publish]``.
 
 Without ``--publish`` the page is printed. With it, the page takes the place of the last one in
-``benchmarks/RESULTS.md``, and one line in the README's limits says what has run where.
+``benchmarks/RESULTS.md``, and one line in ``docs/reference/limits.md`` says what has run where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-README = ROOT / "README.md"
+LIMITS = ROOT / "docs" / "reference" / "limits.md"
 BEGIN, END = "<!-- gpu -->", "<!-- end of gpu -->"
 NOTHING = "**GPUs.** Nothing has run on a GPU yet.\n"
 _LIMIT, _P95, _COUNT = "_limit", "_p95", "_n"
@@ -28,7 +28,7 @@ Result = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.report", description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder of a run")
-    parser.add_argument("--publish", action="store_true", help="write RESULTS.md and the README")
+    parser.add_argument("--publish", action="store_true", help="write RESULTS.md and the limits")
     options = parser.parse_args()
     if options.publish:
         try:
@@ -62,8 +62,8 @@ def is_gpu(machine: Result) -> bool:
     return machine["card"] is not None and not machine["is_glass"]
 
 
-def publish(folder: Path, *, results: Path = RESULTS, readme: Path = README) -> None:
-    """Put the page into ``results``, and the line of the limits into ``readme``.
+def publish(folder: Path, *, results: Path = RESULTS, limits: Path = LIMITS) -> None:
+    """Put the page into ``results``, and the line about cards into ``limits``.
 
     Each file must have both markers; the text between them is replaced. Raises ``ValueError``
     without them, and if the run was on the glass card.
@@ -71,7 +71,7 @@ def publish(folder: Path, *, results: Path = RESULTS, readme: Path = README) -> 
     machine = _machine(folder)
     if machine["is_glass"]:
         raise ValueError(f"nothing is published of a {machine['card']}")
-    for file, text in ((results, page(folder)), (readme, limits_line(folder))):
+    for file, text in ((results, page(folder)), (limits, limits_line(folder))):
         file.write_text(replaced(file.read_text(), text))
 
 
@@ -85,14 +85,14 @@ def replaced(text: str, new: str) -> str:
 
 
 def limits_line(folder: Path) -> str:
-    """Return the README's sentences about what has run on which card, and when."""
+    """Return the limits' sentences about what has run on which card, and when."""
     machine = _machine(folder)
     if not is_gpu(machine):
         return NOTHING
     results = list(_results(folder))
     sentences = [
         f"**GPUs.** On {machine['date']} the kit of `make gpu` ran on one {machine['card']}, at "
-        f"commit {machine['commit']} ([results](benchmarks/RESULTS.md#gpu))."
+        f"commit {machine['commit']} ([results](../../benchmarks/RESULTS.md#gpu))."
     ]
     for state, said in (("ran", "These ran"), ("failed", "failed"), ("not run", "not run")):
         names = [

@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit", type=float, default=WHOLE_LIMIT_S, help="seconds of a run on a card"
     )
     parser.add_argument(
-        "--publish", action="store_true", help="put the page of a card into RESULTS.md and README"
+        "--publish",
+        action="store_true",
+        help="put the page of a card into RESULTS.md and the limits",
     )
     options = parser.parse_args(arguments)
     known = steps(STEPS)

@@ -157,7 +157,7 @@ class AsyncClient:
         return await self._call("GET", "/v1/loads?include=core", attempts=ATTEMPTS)
 
     async def plan(self, *, known: Sequence[str] = ()) -> Json:
-        """Return what each rank uses of each tensor (docs/api.md, "What each rank uses").
+        """Return what each rank uses of each tensor (docs/guide/sharded.md, "What each rank uses").
 
         A rank whose digest is ``known`` says no more than that. Raises ``Conflict`` before the
         server's first update.
@@ -282,9 +282,9 @@ class AsyncClient:
         """Stage weights while the server generates, commit them, and return the receipt.
 
         Inside ``session`` the weights are only staged. ``fields`` are the fields of
-        ``/update_weights_from_…`` (docs/api.md). Running requests keep their KV by default; see
-        ``flush_cache`` and ``kv_cache``. The event loop calls ``on_progress`` a few times a
-        second.
+        ``/update_weights_from_…`` (docs/guide/updates.md). Running requests keep their KV by
+        default; see ``flush_cache`` and ``kv_cache``. The event loop calls ``on_progress`` a few
+        times a second.
 
         Beside ``names``, ``dtypes`` and ``shapes``, ``layout_digest`` saves their repetition: they
         are sent once, and again to a server that does not keep them any more.

@@ -1,4 +1,4 @@
-"""Fields that the client's calls pass to the server. docs/api.md explains them.
+"""Fields that the client's calls pass to the server. docs/guide explains them.
 
 ``vocabulary/bodies.py`` has their defaults. The client sets the other fields of a body itself.
 

@@ -181,7 +181,7 @@ class ResumeMemoryBody(Body, kw_only=True):
 
 
 class UpdateBody(Body, kw_only=True):
-    """Fields of every update call. docs/api.md explains them."""
+    """Fields of every update call. docs/guide/updates.md explains them."""
 
     flush_cache: bool = True
     # None, or empty as SGLang allows: unchanged

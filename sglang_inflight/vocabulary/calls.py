@@ -133,7 +133,7 @@ _ROWS = (
         Update from a checkpoint's folder: a whole checkpoint, unless ``partial`` is true.
 
         With ``non_blocking=True`` requests run on meanwhile, and the result is the receipt.
-        docs/api.md has a table of the fields.
+        docs/guide/updates.md has the fields.
         """,
     ),
     Call(
@@ -146,7 +146,7 @@ _ROWS = (
         doc="""
         Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
 
-        Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
+        Within a session, or with ``non_blocking=True``. docs/guide/updates.md has the fields.
         """,
     ),
     Call(
@@ -159,7 +159,7 @@ _ROWS = (
         doc="""
         Update from broadcasts by rank 0 of ``group_name``.
 
-        Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
+        Within a session, or with ``non_blocking=True``. docs/guide/updates.md has the fields.
         """,
     ),
     Call(
@@ -169,7 +169,7 @@ _ROWS = (
         answers=(Receipt, StagedSoFar),
         positional=("zmq_handles", "flush_cache"),
         answers_pair=True,
-        doc="Update from a checkpoint-engine process. docs/api.md has a table of the fields.",
+        doc="Update from a checkpoint-engine process. docs/guide/updates.md has the fields.",
     ),
     Call(
         name="update_weights_from_parts",

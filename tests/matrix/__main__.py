@@ -1,6 +1,6 @@
 """``python -m tests.matrix``: run every cell, and write the table into ``docs/matrix.md``.
 
-The README gets the rows of ``IN_README``, and the table of ``limits.py``.
+``docs/reference/limits.md`` gets the rows of ``IN_LIMITS``, and the table of ``limits.py``.
 
 A cell is a check mark, or the letter of a refusal below the table: the server refused, and its
 requests continued. Any other result is a failure: the command exits with 1 and writes nothing.
@@ -39,7 +39,7 @@ from tests.support.pair import why_no_pair
 from tests.support.updates import Sender
 
 MATRIX = ROOT / "docs" / "matrix.md"
-IN_README = (
+IN_LIMITS = (
     "one rank",
     "`SGLANG_INFLIGHT_STAGING=off`",
     "`--pp-size 2 --tp-size 2`",
@@ -112,8 +112,8 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
         sys.exit(f"{failed} cells failed")
     if write and not only:
         table.write_into(MATRIX)
-        table.only(IN_README).write_into(limits.README)
-        limits.write_into_readme()
+        table.only(IN_LIMITS).write_into(limits.PAGE)
+        limits.write_into_page()
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""``python -m tests.matrix.limits``: write what arguments refuse into the README, without a server.
+"""``python -m tests.matrix.limits``: write what arguments refuse into a page, without a server.
 
 The reasons are those of the table that a server reads (``sglang_inflight/capabilities.py``).
 """
@@ -17,7 +17,7 @@ from harness.starting import ROOT
 from sglang_inflight import capabilities
 from sglang_inflight.vocabulary.answers import Capabilities
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference" / "limits.md"
 BEGIN, END = "<!-- limits -->\n", "<!-- end of limits -->\n"
 CAN, CANNOT = "✓", " "
 # SGLang composes the parameters at run time
@@ -73,9 +73,9 @@ def replace_between(document: Path, begin: str, end: str, text: str) -> None:
     document.write_text(f"{before}{begin}{text}{end}{after}")
 
 
-def write_into_readme() -> None:
-    replace_between(README, BEGIN, END, write())
+def write_into_page() -> None:
+    replace_between(PAGE, BEGIN, END, write())
 
 
 if __name__ == "__main__":
-    write_into_readme()
+    write_into_page()

@@ -19,7 +19,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-DOCS = ("README.md", "patches/README.md", "docs/*.md", "sglang_inflight/extensions/*/README.md")
+DOCS = ("README.md", "patches/README.md", "docs/**/*.md", "sglang_inflight/extensions/*/README.md")
 FOLDERS = ("sglang_inflight", "tools", "tests", "benchmarks", "harness")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

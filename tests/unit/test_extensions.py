@@ -214,7 +214,9 @@ def test_joint_calls_only_functions_of_composed_modules_in_order(
 
 
 def test_api_document_lists_every_extension() -> None:
-    table = (ROOT / "docs" / "api.md").read_text().partition("### Extensions\n")[2]
+    table = (
+        (ROOT / "docs" / "reference" / "settings.md").read_text().partition("## Extensions\n")[2]
+    )
     rows = re.findall(r"^\| `(\w+)`(?: \(requires (.*)\))? \|", table.partition("\n#")[0], re.M)
     assert {name: tuple(re.findall(r"`(\w+)`", others)) for name, others in rows} == {
         each.name: each.requires for each in all_extensions()

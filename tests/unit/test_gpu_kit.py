@@ -186,23 +186,23 @@ def test_page_shows_each_value_with_its_limit_and_names_what_did_not_run(tmp_pat
 
 
 def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
-    page, readme = tmp_path / "RESULTS.md", tmp_path / "README.md"
-    for file in (page, readme):
+    page, limits = tmp_path / "RESULTS.md", tmp_path / "limits.md"
+    for file in (page, limits):
         file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     folder = tmp_path / "results"
     folder.mkdir()
     results(folder, "a card")
     for _ in range(2):
-        report.publish(folder, results=page, readme=readme)
-    for file in (page, readme):
+        report.publish(folder, results=page, limits=limits)
+    for file in (page, limits):
         text = file.read_text()
         assert text.startswith(f"before\n{BEGIN}\n")
         assert text.endswith(f"{END}\nafter\n")
         assert text.count(BEGIN) == 1
         assert "old" not in text
         assert "2030-01-02" in text
-    assert "Not run: swap (b)." in readme.read_text()
-    assert "Failed: swap (c)." in readme.read_text()
+    assert "Not run: swap (b)." in limits.read_text()
+    assert "Failed: swap (c)." in limits.read_text()
 
 
 def test_page_of_the_glass_card_says_that_its_numbers_mean_nothing(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_page_of_the_glass_card_is_not_published(tmp_path: Path) -> None:
     page = tmp_path / "RESULTS.md"
     page.write_text(old := f"{BEGIN}\nold\n{END}\n")
     with pytest.raises(ValueError, match=r"nothing is published of a glass card \(no GPU\)"):
-        report.publish(tmp_path, results=page, readme=page)
+        report.publish(tmp_path, results=page, limits=page)
     assert page.read_text() == old
 
 
@@ -259,7 +259,7 @@ def test_run_without_a_card_claims_nothing_in_the_limits(tmp_path: Path) -> None
     assert line == "**GPUs.** Nothing has run on a GPU yet.\n"
 
 
-@pytest.mark.parametrize("file", [report.RESULTS, report.README], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [report.RESULTS, report.LIMITS], ids=lambda file: file.name)
 def test_published_files_have_their_markers(file: Path) -> None:
     text = file.read_text()
     assert report.replaced(text, "new\n").count("new\n") >= 1
