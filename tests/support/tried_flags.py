@@ -11,7 +11,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from harness.starting import ROOT
 from sglang_inflight.extension import all_extensions
@@ -23,9 +22,8 @@ SERVERS = ("tests", "harness")
 DECIDING = ("capabilities.py", "unsupported.py")
 
 
-def tried() -> set[str]:
-    """Return the arguments of SGLang's with which tests start servers."""
-    dests = flags.arguments()
+def tried(dests: dict[str, str]) -> set[str]:
+    """Return the arguments with which tests start servers. ``dests`` has them by their flags."""
     paths = [path for folder in SERVERS for path in (ROOT / folder).rglob("*.py")]
     named = {
         name
@@ -36,7 +34,7 @@ def tried() -> set[str]:
     return named & {*dests.values()}
 
 
-def deciding() -> set[str]:
+def deciding(dests: dict[str, str]) -> set[str]:
     """Return the arguments of SGLang's that our refusals and capabilities depend on."""
     read = {
         node.attr
@@ -47,7 +45,7 @@ def deciding() -> set[str]:
         and node.value.id in ("args", "server_args", "settings")
     }
     read |= {name for each in all_extensions() for name in each.serves}
-    return read & {*flags.arguments().values()}
+    return read & {*dests.values()}
 
 
 def _named(tree: ast.Module, dests: dict[str, str]) -> Iterator[str]:
@@ -60,7 +58,8 @@ def _named(tree: ast.Module, dests: dict[str, str]) -> Iterator[str]:
 
 def write() -> str:
     """Return the file's text."""
-    tables = {"TRIED": tried(), "DECIDING": deciding()}
+    dests = flags.arguments()
+    tables = {"TRIED": tried(dests), "DECIDING": deciding(dests)}
     lines = ['"""Written by ``python -m tests.support.tried_flags``: arguments of SGLang\'s."""']
     for table, names in tables.items():
         rows = "".join(f'        "{name}",\n' for name in sorted(names))
@@ -70,7 +69,7 @@ def write() -> str:
 
 def main() -> None:
     FILE.write_text(write())
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(Path(FILE))], check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(FILE)], check=True)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def build(source: Path, folder: Path) -> zipfile.ZipFile:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return build(SERVER, tmp_path_factory.mktemp("server"))
 
 
@@ -72,11 +72,11 @@ def modules(wheel: zipfile.ZipFile) -> set[str]:
     return {name for name in wheel.namelist() if name.endswith(".py")}
 
 
-def test_servers_wheel_has_the_package_and_the_patches_alone(server: zipfile.ZipFile) -> None:
-    assert tops(server) == {"sglang_inflight"}
+def test_servers_wheel_has_the_package_and_the_patches_alone(wheel: zipfile.ZipFile) -> None:
+    assert tops(wheel) == {"sglang_inflight"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_inflight").rglob("*.py")}
-    assert modules(server) == sources
-    patches = [name for name in server.namelist() if name.startswith("sglang_inflight/_patches/")]
+    assert modules(wheel) == sources
+    patches = [name for name in wheel.namelist() if name.startswith("sglang_inflight/_patches/")]
     assert len([name for name in patches if name.endswith(".patch")]) == len(
         [*ROOT.glob("patches/*/*.patch")]
     )
@@ -89,8 +89,8 @@ def test_tools_wheel_has_the_tools_alone(tmp_path: Path) -> None:
     assert modules(wheel) == {name for name in sources if name.endswith(".py")}
 
 
-def test_servers_wheel_alone_installs_the_plugin(server: zipfile.ZipFile, tmp_path: Path) -> None:
-    server.extractall(tmp_path)
+def test_servers_wheel_alone_installs_the_plugin(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", INSTALL],
         cwd=tmp_path,
