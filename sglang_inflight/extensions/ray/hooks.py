@@ -103,8 +103,8 @@ def asking_for_no_gpus() -> Iterator[None]:
 
     SGLang writes its wishes into the middle of a long function, so what it calls there is replaced.
     """
-    engine = importlib.import_module(RAY_ENGINE)
-    groups = importlib.import_module("ray.util.placement_group")
+    engine: Any = importlib.import_module(RAY_ENGINE)
+    groups: Any = importlib.import_module("ray.util.placement_group")
     actors, place = engine.SchedulerActor, groups.placement_group
     launching = threading.get_ident()
 
