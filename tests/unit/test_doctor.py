@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +23,7 @@ from sglang_inflight import hooking, unsupported
 from sglang_inflight.cli import app, local
 from sglang_inflight.plugin import hook_modules
 from sglang_inflight.scheduler.update import cost
-from sglang_inflight_tools import doctor, flags
+from sglang_inflight_tools import doctor, flags, foreign
 from sglang_inflight_tools.tried_flags import DECIDING, TRIED
 from tests.support import tried_flags
 from tests.support.forked import ONE_WORKER
@@ -37,6 +39,18 @@ def forked() -> Iterator[None]:
     # preparing a server in this process would affect all later tests
     with patch.dict(os.environ), forked_children():
         yield
+
+
+@functools.cache
+def others(patched: frozenset[str]) -> foreign.Foreign:
+    return foreign.look(patched=patched)
+
+
+@pytest.fixture(autouse=True)
+def looked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the files of all distributions once, not in each test."""
+    once = SimpleNamespace(look=lambda patched: others(frozenset(patched)))
+    monkeypatch.setattr(doctor, "foreign", once)
 
 
 @pytest.fixture
