@@ -14,7 +14,7 @@ PAIRS := $(VENV)/.pairs
 RAY := $(VENV)/.ray
 PORT := .venv-port/.ready
 
-.PHONY: demo rl test test-extension test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router test-smg matrix families \
+.PHONY: demo rl test unit test-slow test-glass test-pairs test-ray test-trl test-verl test-areal test-router test-smg matrix families \
 	test-upstream test-version port lint docs doctor gpu bench
 
 # The main job: a real model, four updates in flight, four stories.
@@ -26,14 +26,14 @@ demo: $(READY)
 rl: $(READY)
 	$(BIN)/python -m examples.async_grpo --seeds $(SEEDS)
 
-# Three workers, which take the tests that need the same server one after the other.
+# Three workers, which take the tests that need the same server one after the other. A part is a path,
+# or the name of an extension, of a file or of a test: make test PART=saves
 test: $(READY)
-	$(BIN)/python -m pytest $(TESTS)
+	part=$$($(BIN)/python -m tests.support.part "$(PART)") && $(BIN)/python -m pytest $(TESTS) $$part
 
-# The tests of one extension alone: make test-extension NAME=saves
-test-extension: $(READY)
-	test -n "$(NAME)"
-	$(BIN)/python -m pytest $(TESTS) tests/extensions/$(NAME)
+# The tests without a server, in some 3 minutes.
+unit: $(READY)
+	$(BIN)/python -m pytest $(TESTS) tests/unit tests/extensions/*/unit
 
 # Tests that take minutes: a model with Kimi K2's number of tensors, updated from each source.
 test-slow: $(READY)
@@ -81,7 +81,8 @@ test-upstream: $(READY)
 	$(BIN)/python -m tests.support.upstream
 
 # What of ours fits another SGLang, and where the rest has gone: make port VERSION=0.5.24
-# It needs no SGLang and no torch, so it has an environment of its own, of some 100 MB.
+# It needs no SGLang and no torch, so it has an environment of its own, of some 100 MB. VERSION=newest
+# takes the newest that pip knows.
 port: $(PORT)
 	PYTHONPATH=tools .venv-port/bin/python -m harness.porting $(VERSION)
 

@@ -47,10 +47,6 @@ ENCODERS_ELSEWHERE = (
     "with --language-only an update changes the language model alone: servers with --encoder-only "
     "make what images and sounds become, and keep the weights of their start"
 )
-NAMED_GPUS = (
-    "with --use-ray SGLang asks Ray for one GPU for each rank, on a CPU too, and waits until there "
-    "are as many: ray start --num-gpus names them"
-)
 ONE_REPLICA = "SGLang loads and unloads no adapters while it runs with --dp-size > 1"
 _KEEP = 'pass kv_cache="keep"'
 _FENCE = 'pass kv_cache="fence" or "keep"'
@@ -92,11 +88,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
 def notes_on(server_args: sglangs.ServerArgs) -> list[str]:
     """Return what a server with resolved arguments does otherwise than its calls say."""
     args = cast("ServerArgs", resolved_view(server_args))
-    notes = {
-        ENCODERS_ELSEWHERE: args.language_only,
-        NAMED_GPUS: args.use_ray and current_platform.device_type == "cpu",
-    }
-    return [note for note, applies in notes.items() if applies]
+    return [ENCODERS_ELSEWHERE] if args.language_only else []
 
 
 def with_store(can: Capabilities, settings: Memory) -> Capabilities:

@@ -5,6 +5,7 @@ An extension has a dataclass of its own, whose fields are made by ``setting``.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +13,10 @@ from typing import Any, TypeVar
 
 from sglang_inflight import inactive
 from sglang_inflight.extension import Extension, all_extensions
+from sglang_inflight.vocabulary.deprecations import present_names
 from sglang_inflight.vocabulary.errors import BadSetting
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "SGLANG_INFLIGHT_"
 _EXTENSIONS = f"{PREFIX}EXTENSIONS"
@@ -239,6 +243,10 @@ def read(kind: type[_T], environ: Mapping[str, str] = os.environ) -> _T:
     """
     known = {PREFIX + f.name.upper(): (each, f) for each in kinds() for f in fields(each)}
     values: dict[str, Any] = {}
+    try:
+        environ = present_names(environ, "setting", logger.warning)
+    except ValueError as error:
+        raise BadSetting(str(error)) from error
     for name, text in environ.items():
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue

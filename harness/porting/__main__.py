@@ -6,6 +6,7 @@ The source comes from pip's wheel, which is not installed.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from harness.porting.survey import Survey, survey
 from harness.porting.uses import NoMypy
 from sglang_inflight.cache import default_cache
 
+NEWEST = "newest"
 # heads of the report, in the order of mending
 _HEADS = {
     "patch": "Patches",
@@ -28,7 +30,7 @@ _HEADS = {
 def main(words: list[str] | None = None) -> int:
     """Examine a version. Exit code 0: everything needed by a server fits."""
     parser = argparse.ArgumentParser(prog="python -m harness.porting")
-    parser.add_argument("version", help="SGLang's version, as pip names it")
+    parser.add_argument("version", help="SGLang's version, as pip names it, or `newest`")
     parser.add_argument(
         "--source", type=Path, help="parent folder of `sglang`, instead of pip's wheel"
     )
@@ -38,6 +40,8 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.source is not None and not (given.source / "sglang").is_dir():
         parser.error(f"{given.source} holds no folder `sglang`")
+    if given.version == NEWEST:
+        given.version = newest()
     try:
         root = given.source or fetch(given.version, given.cache)
     except subprocess.CalledProcessError:
@@ -50,6 +54,15 @@ def main(words: list[str] | None = None) -> int:
         return 2
     print("\n".join(describe(found)))
     return 1 if found.keeps_a_server_from_running else 0
+
+
+def newest() -> str:
+    """Return the newest version that pip knows. Raises ``CalledProcessError`` if it knows none."""
+    ask = [sys.executable, "-m", "pip", "index", "versions", "sglang"]
+    said = subprocess.run(ask, check=True, capture_output=True, text=True).stdout
+    found = re.match(r"sglang \((\S+)\)", said)
+    assert found is not None, said
+    return found[1]
 
 
 def describe(found: Survey) -> list[str]:

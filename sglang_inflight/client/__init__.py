@@ -12,6 +12,9 @@ version changes. ``digests`` says what is sent, for the server to compare. These
 version from an answer.
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from sglang_inflight.client.answers import NoAnswer, Session, WrongAnswer
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
@@ -47,6 +50,7 @@ from sglang_inflight.vocabulary.answers import (
     Status,
     WorkerEntry,
 )
+from sglang_inflight.vocabulary.deprecations import of_kind
 from sglang_inflight.vocabulary.layouts import layout_digest
 
 __all__ = [
@@ -95,3 +99,15 @@ __all__ = [
     "version_per_token",
     "write_changes",
 ]
+
+
+# mypy goes on to refuse names that are not there
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return what a deprecated name stands for, with a warning."""
+        for each in of_kind("client"):
+            if each.name == name:
+                warnings.warn(each.sentence, DeprecationWarning, stacklevel=2)
+                return globals()[each.replacement]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from sglang.srt.managers import io_struct
 from sglang_inflight.vocabulary.answers import Begun, Deferred, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, Body
 from sglang_inflight.vocabulary.calls import Call
+from sglang_inflight.vocabulary.deprecations import present_names
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
 def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
     """Convert ``values`` into a ``shape``; raise ``Refused`` with the wrong field's name."""
     theirs = sglangs_class(shape)
+    if isinstance(values, dict):
+        try:
+            values = {**present_names(values, "field", logger.warning)}
+        except ValueError as error:
+            raise Refused(f"bad {name}: {error}") from error
     if theirs is not None and isinstance(values, dict):
         values = as_sglang_reads(values, theirs, shape.__struct_fields__)
     try:

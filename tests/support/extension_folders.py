@@ -7,6 +7,7 @@ in each copy. SGLang is imported once, because a fork of this process installs e
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -75,6 +76,9 @@ def main(folder: Path) -> None:
     from sglang_inflight.plugin import every_hook
 
     every_hook()
+    # a collection in a fork would copy and visit all that SGLang's import has made
+    gc.disable()
+    gc.freeze()
     answers = []
     for number, (kept, environment) in enumerate(json.load(sys.stdin)):
         copy_package(folder / str(number), kept)

@@ -69,8 +69,11 @@ def ray_cluster(
     env: Mapping[str, str] | None = None, *, gpus: int = _GPUS_A_NODE
 ) -> Iterator[RayCluster]:
     """Start a cluster of one node. ``env`` is added to the environment of its actors."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    # Ray writes the cluster's address there, and makes no folder for it
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     # the names of Ray's sockets are limited to 107 bytes, and a test's folder is too deep
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     cluster = Cluster()

@@ -16,6 +16,21 @@ from tests.support.failed_server import describe
 from tests.support.pool import FLAVOURS, UPSTREAM, ServerPool, server_pool
 
 VERSIONS = 6
+# files of unit tests that take longest
+LONG = {
+    "test_doctor",
+    "test_extensions",
+    "test_free_port",
+    "test_gpu_kit",
+    "test_kernels",
+    "test_loaders",
+    "test_pause_orders",
+    "test_plan_updates",
+    "test_platform",
+    "test_shared_by_descriptor",
+    "test_shared_loop",
+    "test_wheels",
+}
 POOL = pytest.StashKey[ServerPool]()
 
 
@@ -23,11 +38,19 @@ POOL = pytest.StashKey[ServerPool]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests: long ones, then those with servers of their own, then flavour by flavour.
 
-    Each flavour starts once. Unit tests come last, for workers without a server left to test. Three
+    Each flavour starts once. Unit tests come last, for workers without a server left to test, and
+    the longest of them first, so that no worker begins one when the others are at their end. Three
     workers (``make test``) share out the groups: one flavour in one file each. This hook must run
     before xdist's, which reads the groups.
     """
-    items.sort(key=lambda item: (-_limit(item), item.path.parent.name == "unit", _turn(item)))
+    items.sort(
+        key=lambda item: (
+            -_limit(item),
+            item.path.parent.name == "unit",
+            _turn(item),
+            item.path.stem not in LONG,
+        )
+    )
     for item in items:
         # tests with another zygote have a group of their own
         if item.get_closest_marker("xdist_group") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +23,12 @@ from sglang_inflight import hooking, unsupported
 from sglang_inflight.cli import app, local
 from sglang_inflight.plugin import hook_modules
 from sglang_inflight.scheduler.update import cost
-from sglang_inflight_tools import doctor
+from sglang_inflight_tools import doctor, flags, foreign
+from sglang_inflight_tools.tried_flags import DECIDING, TRIED
+from tests.support import tried_flags
+from tests.support.forked import ONE_WORKER
+
+pytestmark = ONE_WORKER
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
@@ -32,6 +39,18 @@ def forked() -> Iterator[None]:
     # preparing a server in this process would affect all later tests
     with patch.dict(os.environ), forked_children():
         yield
+
+
+@functools.cache
+def others(patched: frozenset[str]) -> foreign.Foreign:
+    return foreign.look(patched=patched)
+
+
+@pytest.fixture(autouse=True)
+def looked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the files of all distributions once, not in each test."""
+    once = SimpleNamespace(look=lambda patched: others(frozenset(patched)))
+    monkeypatch.setattr(doctor, "foreign", once)
 
 
 @pytest.fixture
@@ -185,6 +204,34 @@ def test_doctor_says_what_a_server_with_these_flags_cannot_do(model: Path) -> No
     assert said["pause"] is None
     assert "--disaggregation-mode" in (said["recompute"] or "")
     assert doctor.report().capabilities is None
+
+
+def test_table_of_tried_flags_is_what_the_tests_use() -> None:
+    written, wanted = tried_flags.FILE.read_text(), tried_flags.write()
+    assert ast.unparse(ast.parse(written)) == ast.unparse(ast.parse(wanted)), (
+        f"run python -m {tried_flags.__name__}"
+    )
+
+
+def test_every_row_of_the_tables_of_flags_is_an_argument_of_sglang() -> None:
+    assert {*flags.arguments().values()} >= TRIED | DECIDING | flags.WITHOUT_EFFECT
+    assert not flags.WITHOUT_EFFECT & (TRIED | DECIDING)
+
+
+def test_doctor_says_of_each_flag_whether_it_was_tried(model: Path) -> None:
+    given = ["--model-path", str(model), "--tp=2", "--pp-size", "2", "--log-requests-form", "text"]
+    given += ["--enable-two-batch-overlap", "--no-such-flag"]
+    seen = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--", *given]).stdout)
+    assert seen["flags"] == {
+        "--model-path": flags.TESTED,
+        "--tp": flags.TESTED,
+        "--pp-size": f"{flags.TESTED}, and {flags.DECIDES}",
+        "--log-requests-form": flags.NO_EFFECT,
+        "--enable-two-batch-overlap": flags.UNTRIED,
+    }
+    assert [note for note in seen["notes"] if flags.UNTRIED in note] == [
+        "--enable-two-batch-overlap: nothing of ours was tried with it"
+    ]
 
 
 def test_failed_estimate_is_no_problem_of_the_server(

@@ -7,11 +7,10 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -23,8 +22,10 @@ from sglang_inflight.joints import Joint
 from sglang_inflight.plugin import every_hook, hook_modules
 from sglang_inflight.settings import PREFIX, Settings, kinds
 from sglang_inflight.vocabulary.errors import BadSetting
-from tests.support import extension_folders
+from tests.support import extension_folders, forked
 from tests.unit.test_import_circles import PACKAGE, imports_of, name_of
+
+pytestmark = forked.ONE_WORKER
 
 FOLDER = f"{PACKAGE}.extensions"
 TESTS = ROOT / "tests"
@@ -118,17 +119,12 @@ COPIES: dict[str, tuple[set[str], dict[str, str]]] = {
 def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``extension_folders.look`` finds in each of ``COPIES``."""
     asked = [([*BY_NAME.keys() - left_out], env) for left_out, env in COPIES.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", extension_folders.__name__, tmp_path_factory.mktemp("copies")],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(COPIES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    arguments = ["-m", extension_folders.__name__, str(tmp_path_factory.mktemp("copies"))]
+    with patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            del os.environ[name]
+        said = forked.run(arguments, said=json.dumps(asked), wait_s=240)
+    return dict(zip(COPIES, json.loads(said.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "all"])

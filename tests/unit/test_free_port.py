@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import harness.server
 from harness.server import free_port
+from tests.support import forked
+
+pytestmark = forked.ONE_WORKER
 
 # two ports of the harness's range, in the order in which SGLang would pick them
 FIRST, SECOND = 10007, 10008
@@ -24,19 +24,12 @@ input()
 def test_port_that_another_test_process_waits_to_bind_is_handed_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", CLAIM_THE_FIRST],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == f"{FIRST}\n"
+    with forked.talk(["-c", CLAIM_THE_FIRST]) as other:
+        assert other.says.readline() == f"{FIRST}\n"
         picks = iter([FIRST, SECOND])
         monkeypatch.setattr(
             harness.server, "get_free_port_below_ephemeral", lambda **_: next(picks)
         )
         assert free_port() == SECOND
-        other.communicate("\n")
-    assert other.returncode == 0
+        print(file=other.hears, flush=True)
+        assert other.process.wait() == 0

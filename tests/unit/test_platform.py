@@ -26,14 +26,17 @@ from sglang_inflight_tools.platform import ReferencePlatform
 # the most features of a CPU without bfloat16
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 OWN = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
+ISAS = ("AVX2", "avx512_core", "AVX512_CORE_VNNI")
 OPEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 
 # all cases share one import: each forks from it, with an environment of its own
 SERVE = """
-import json, os, sys
+import gc, json, os, sys
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import prepare_server_args
+# a collection in a fork would copy and visit all that SGLang's import has made
+gc.disable()
 for arguments, environment in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ.update(environment)
@@ -45,6 +48,24 @@ for arguments, environment in json.loads(sys.argv[1]):
         print(json.dumps(found | {"env": dict(os.environ)}), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
+"""
+
+# torch's kernels read the instructions at their first use, which is after the fork
+ASK_EACH = """
+import json, os, sys
+from sglang_inflight_tools.cpu import fast_dtype
+found = {}
+for isa in sys.argv[1:]:
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = isa
+        os.write(send, str(fast_dtype()).encode())
+        os._exit(0)
+    assert os.wait()[1] == 0
+    os.close(send)
+    with os.fdopen(receive) as said:
+        found[isa] = said.read()
+print(json.dumps(found))
 """
 
 # one thread waits for a sleeping thread: only a spinning thread uses CPU time
@@ -140,11 +161,16 @@ def test_threads_follow_matrix_size(weights: int, cores: int, threads: int) -> N
     assert threads_for(weights, cores) == threads
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "avx512_core", "AVX512_CORE_VNNI"])
-def test_bfloat16_is_off_without_its_instructions(isa: str) -> None:
+@pytest.fixture(scope="module")
+def said_by_isa() -> dict[str, str]:
+    said: dict[str, str] = json.loads(_run(ASK_EACH, *ISAS))
+    return said
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bfloat16_is_off_without_its_instructions(isa: str, said_by_isa: dict[str, str]) -> None:
     """On a CPU without bfloat16 the reason differs, and the dtype is the same."""
-    code = "from sglang_inflight_tools.cpu import fast_dtype; print(fast_dtype())"
-    said = _run(code, ONEDNN_MAX_CPU_ISA=isa)
+    said = said_by_isa[isa]
     assert "dtype='float32'" in said
     if fast_dtype().dtype == "bfloat16":
         assert f"ONEDNN_MAX_CPU_ISA={isa}" in said

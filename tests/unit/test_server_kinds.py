@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import sglang
-from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_inflight import capabilities, inactive, plugin, unsupported
-from sglang_inflight_tools.platform import ReferencePlatform
 
 ARGUMENTS: Any = ServerArgs
 # launches through ``Engine._launch_subprocesses``, which has a hook
@@ -86,11 +84,3 @@ def test_language_model_says_that_encoders_keep_their_weights(
         assert unsupported._decide_and_tell(None, args) is None
     assert capabilities.ENCODERS_ELSEWHERE in caplog.text
     assert capabilities.notes_on(ARGUMENTS(model_path="")) == []
-
-
-def test_start_on_ray_without_gpus_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = ARGUMENTS(model_path="", use_ray=True)
-    monkeypatch.setattr(capabilities, "current_platform", ReferencePlatform())
-    assert capabilities.notes_on(args) == [capabilities.NAMED_GPUS]
-    monkeypatch.setattr(capabilities, "current_platform", CudaSRTPlatform())
-    assert capabilities.notes_on(args) == []

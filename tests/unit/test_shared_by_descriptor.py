@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import current_process
@@ -12,6 +10,9 @@ import pytest
 
 from sglang_inflight.scheduler.update.sources import tensors
 from sglang_inflight.vocabulary.errors import Refused
+from tests.support import forked
+
+pytestmark = forked.ONE_WORKER
 
 SHARE = """
 import sys
@@ -33,16 +34,10 @@ sys.stdin.read()
 @contextmanager
 def sharing(key: bytes, strategy: str) -> Iterator[bytes]:
     """Run a process with ``key`` and yield its payload."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SHARE, key.hex(), strategy],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield bytes.fromhex(process.stdout.readline())
-        process.stdin.close()
+    with forked.talk(["-c", SHARE, key.hex(), strategy]) as other:
+        yield bytes.fromhex(other.says.readline())
+        other.hears.close()
+        assert other.process.wait() == 0
 
 
 @pytest.fixture

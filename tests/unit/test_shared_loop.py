@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -14,6 +12,9 @@ import pytest
 import uvloop
 
 from sglang_inflight.frontend.engine.shared_loop import share
+from tests.support import forked
+
+pytestmark = forked.ONE_WORKER
 
 WAIT_S = 60
 
@@ -207,7 +208,4 @@ def test_ctrl_c_cancels_waiting_call(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_call_in_a_notebook_returns() -> None:
     """Our methods work in a notebook like SGLang's."""
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert (ran.stdout, ran.returncode) == ("not paused\n", 0), ran.stderr
+    assert forked.run(["-c", IN_A_NOTEBOOK], wait_s=WAIT_S) == "not paused\n"

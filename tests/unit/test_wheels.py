@@ -73,12 +73,12 @@ def build(copy: Path, folder: Path) -> zipfile.ZipFile:
 
 
 @pytest.fixture(scope="module")
-def server(copy: Path) -> zipfile.ZipFile:
+def server_wheel(copy: Path) -> zipfile.ZipFile:
     return build(copy, SERVER)
 
 
 @pytest.fixture(scope="module")
-def client(copy: Path) -> zipfile.ZipFile:
+def client_wheel(copy: Path) -> zipfile.ZipFile:
     return build(copy, CLIENT)
 
 
@@ -96,31 +96,31 @@ def files(wheel: zipfile.ZipFile) -> set[str]:
 
 
 def test_server_and_client_have_the_package_and_no_file_twice(
-    server: zipfile.ZipFile, client: zipfile.ZipFile
+    server_wheel: zipfile.ZipFile, client_wheel: zipfile.ZipFile
 ) -> None:
-    assert tops(server) == tops(client) == {"sglang_inflight"}
-    assert not files(server) & files(client)
+    assert tops(server_wheel) == tops(client_wheel) == {"sglang_inflight"}
+    assert not files(server_wheel) & files(client_wheel)
     sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
-    assert modules(server) | modules(client) == sources
+    assert modules(server_wheel) | modules(client_wheel) == sources
     data = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file()}
     data = {name for name in data if "__pycache__" not in name} - sources
-    assert files(client) - modules(client) == data
+    assert files(client_wheel) - modules(client_wheel) == data
 
 
-def test_servers_wheel_has_the_patches(server: zipfile.ZipFile) -> None:
-    patches = [name for name in server.namelist() if name.startswith("sglang_inflight/_patches/")]
+def test_servers_wheel_has_the_patches(server_wheel: zipfile.ZipFile) -> None:
+    patches = [name for name in server_wheel.namelist() if name.startswith("sglang_inflight/_patches/")]
     assert len([name for name in patches if name.endswith(".patch")]) == len(
         [*ROOT.glob("patches/*/*.patch")]
     )
 
 
-def test_clients_modules_import_no_module_of_the_server(client: zipfile.ZipFile) -> None:
-    ours = {name.removesuffix(".py").removesuffix("/__init__") for name in modules(client)}
+def test_clients_modules_import_no_module_of_the_server(client_wheel: zipfile.ZipFile) -> None:
+    ours = {name.removesuffix(".py").removesuffix("/__init__") for name in modules(client_wheel)}
     found = {}
-    for name in modules(client):
+    for name in modules(client_wheel):
         imported = {
             module
-            for node in ast.walk(ast.parse(client.read(name)))
+            for node in ast.walk(ast.parse(client_wheel.read(name)))
             for module in _imported(node)
             if module.partition(".")[0] == PACKAGE.name
         }
@@ -143,10 +143,10 @@ def test_tools_wheel_has_the_tools_alone(copy: Path) -> None:
 
 
 def test_server_and_clients_wheel_alone_install_the_plugin(
-    server: zipfile.ZipFile, client: zipfile.ZipFile, tmp_path: Path
+    server_wheel: zipfile.ZipFile, client_wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    server.extractall(tmp_path)
-    client.extractall(tmp_path)
+    server_wheel.extractall(tmp_path)
+    client_wheel.extractall(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", INSTALL],
         cwd=tmp_path,

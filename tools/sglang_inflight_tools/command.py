@@ -47,6 +47,11 @@ def _show(report: Report) -> None:
             target = ".".join(hook.target.split(".")[-2:])
             hooked.add_row(target, hook.kind, hook.reason or "is there")
         print_table(hooked)
+    if report.flags:
+        known = start_table("flag", "what is known of it beside SGLang Inflight")
+        for flag, word in report.flags.items():
+            known.add_row(flag, word)
+        print_table(known)
     if report.capabilities is not None:
         cannot = start_table("a server with these flags", "can")
         for name, why in report.capabilities.items():

@@ -28,6 +28,7 @@ from sglang_inflight.livepatch import (
 from sglang_inflight.plugin import hook_modules
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight_tools import foreign
+from sglang_inflight_tools.flags import UNTRIED, look
 from sglang_inflight_tools.parameters import Parameters
 from sglang_inflight_tools.source_tree import SourceTree
 from sglang_inflight_tools.targets import why_not_hooked as why_not_by_source
@@ -58,6 +59,7 @@ class Report:
     ``on_cpu``: choices of the reference platform, empty on others.
     ``kv_tokens``: about how many tokens of KV have the size of the memory that each form of staging
     keeps (``scheduler/update/cost.py``); empty without flags or a checkpoint on this machine.
+    ``flags``: what is known of each given flag beside us (``flags.py``).
     ``capabilities``: what a server with the given flags can do, as far as they tell; None without
     flags, or if the server would not start with us.
     """
@@ -72,6 +74,7 @@ class Report:
     on_cpu: dict[str, str]
     settings: dict[str, Any]
     refused: list[str]
+    flags: dict[str, str]
     capabilities: dict[str, str | None] | None
     kv_tokens: dict[str, int]
     inactive: list[str]
@@ -121,11 +124,12 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     # an inactive server installs no hooks, so their problems do not count
     looked_for = [] if inactive else problems
     _left_out(inactive)
-    flags = _Flags()
+    flags, known = _Flags(), dict[str, str]()
     if server_flags:
         # a process of its own: SGLang changes its environment while it reads flags
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
             flags = elsewhere.submit(_look_at_flags, server_flags).result()
+            known = elsewhere.submit(look, server_flags).result()
     found = Report(
         versions=_versions(),
         supported=supported_versions(),
@@ -137,11 +141,16 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         on_cpu=_on_cpu(chosen),
         settings=settings,
         refused=_refused(problems),
+        flags=known,
         capabilities=flags.can.as_json() if flags.can is not None else None,
         kv_tokens=flags.kv_tokens or {},
         inactive=inactive,
         problems=problems,
-        notes=[*others.notes, *flags.notes],
+        notes=[
+            *others.notes,
+            *flags.notes,
+            *(f"{flag}: {UNTRIED}" for flag, word in known.items() if word == UNTRIED),
+        ],
     )
     problems += flags.refusals
     if (why := flags.why_inactive) is not None:

@@ -6,6 +6,9 @@ lists the hooks without Ray, so Ray is imported late here.
 **Plugins.** SGLang's own launchers, for one replica and for several, create each actor by one
 function. The hook there gives the actor an ``Installation`` (``actors.py``).
 
+**GPUs.** SGLang asks Ray for one GPU for each rank, and waits until there are as many. A rank on a
+CPU needs none, and one hook asks for none.
+
 **Several replicas.** SGLang 0.5.23 cannot start them on Ray; one hook mends that.
 
 **An actor's death.** SGLang's watchdog ends a server whose scheduler process has died, and does not
@@ -14,11 +17,14 @@ watch actors. The hooks let it watch them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms import current_platform
@@ -70,6 +76,53 @@ def _describe(group: Any) -> Installation:
     nodes = placement_group_table(group)["bundles_to_node_id"].values()
     settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     return Installation(settings, describe_this_node(), own_node(), len({*nodes}) > 1)
+
+
+class _WithoutGPUs:
+    """SGLang's class of actors, whose actors ask Ray for no GPU."""
+
+    def __init__(self, actors: Any) -> None:
+        self._actors = actors
+
+    def options(self, **options: Any) -> Any:
+        return self._actors.options(**{**options, "num_gpus": 0})
+
+
+@hook(f"{RAY_ENGINE}.RayEngine._launch_scheduler_processes", AROUND, order=1)
+def launch_without_gpus(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask Ray for no GPU on a CPU. SGLang would wait for one for each rank, for ever."""
+    if current_platform.device_type != "cpu" or why_inactive() is not None:
+        return launch(*args, **kwargs)
+    with asking_for_no_gpus():
+        return launch(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def asking_for_no_gpus() -> Iterator[None]:
+    """Let the placement groups and the schedulers of this thread ask Ray for no GPU.
+
+    SGLang writes its wishes into the middle of a long function, so what it calls there is replaced.
+    """
+    engine: Any = importlib.import_module(RAY_ENGINE)
+    groups: Any = importlib.import_module("ray.util.placement_group")
+    actors, place = engine.SchedulerActor, groups.placement_group
+    launching = threading.get_ident()
+
+    def place_without_gpus(bundles: Sequence[dict[str, float]], *args: Any, **kwargs: Any) -> Any:
+        # other threads of a driver may make groups of their own meanwhile
+        if threading.get_ident() == launching:
+            bundles = [
+                {name: count for name, count in bundle.items() if name != "GPU"}
+                for bundle in bundles
+            ]
+        return place(bundles, *args, **kwargs)
+
+    engine.SchedulerActor = _WithoutGPUs(actors)
+    groups.placement_group = place_without_gpus
+    try:
+        yield
+    finally:
+        engine.SchedulerActor, groups.placement_group = actors, place
 
 
 class WatchedActor:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from harness.starting import ROOT
-from tests.support.load import Generation
+from tests.support.load import Generation, status
 from tests.support.pool import ServerPool
 from tests.support.ray_cluster import ON_RAY, RayCluster, ray_cluster, serve_on_ray
+from tests.support.updates import expect_served
 
 pytestmark = ON_RAY
 
@@ -78,3 +79,16 @@ def test_unsupported_server_runs_without_us_if_asked(
         output = Generation(server, tokens=3, stream=False).output()
         assert len(output.tokens) == 3
         assert "kv_versions" not in output.meta
+
+
+@pytest.mark.parametrize("flags", [("--tp-size", "2", "--nnodes", "2"), ("--dp-size", "2")])
+def test_server_on_a_cpu_needs_no_gpu_of_ray(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    pool.discard()
+    with ray_cluster(gpus=0) as cluster:
+        cluster.add_node(gpus=0)
+        log = tmp_path / "server.log"
+        with serve_on_ray(cluster, checkpoints / "v0", *flags, log=log) as server:
+            expect_served(server, 0)
+            assert len(status(server)["ranks"]) == 2
