@@ -82,17 +82,17 @@ def client_wheel(copy: Path) -> zipfile.ZipFile:
     return build(copy, CLIENT)
 
 
+def files(wheel: zipfile.ZipFile) -> set[str]:
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
 def tops(wheel: zipfile.ZipFile) -> set[str]:
-    """Return the top folders, without the version of the metadata's."""
-    return {re.sub("-.*", "", name.partition("/")[0]) for name in wheel.namelist()}
+    """Return the top folders beside the metadata's."""
+    return {name.partition("/")[0] for name in files(wheel)}
 
 
 def modules(wheel: zipfile.ZipFile) -> set[str]:
     return {name for name in wheel.namelist() if name.endswith(".py")}
-
-
-def files(wheel: zipfile.ZipFile) -> set[str]:
-    return {name for name in wheel.namelist() if ".dist-info/" not in name}
 
 
 def test_server_and_client_have_the_package_and_no_file_twice(
@@ -108,10 +108,9 @@ def test_server_and_client_have_the_package_and_no_file_twice(
 
 
 def test_servers_wheel_has_the_patches(server_wheel: zipfile.ZipFile) -> None:
-    patches = [name for name in server_wheel.namelist() if name.startswith("sglang_inflight/_patches/")]
-    assert len([name for name in patches if name.endswith(".patch")]) == len(
-        [*ROOT.glob("patches/*/*.patch")]
-    )
+    below = "sglang_inflight/_patches/"
+    patches = {f"{below}{path.relative_to(ROOT / 'patches')}" for path in ROOT.glob("patches/*/*")}
+    assert patches == {name for name in server_wheel.namelist() if name.endswith(".patch")}
 
 
 def test_clients_modules_import_no_module_of_the_server(client_wheel: zipfile.ZipFile) -> None:
