@@ -31,7 +31,7 @@ rl: $(READY)
 test: $(READY)
 	part=$$($(BIN)/python -m tests.support.part "$(PART)") && $(BIN)/python -m pytest $(TESTS) $$part
 
-# The tests without a server, in some 3 minutes.
+# The tests without a server, in some 4 minutes on two cores.
 unit: $(READY)
 	$(BIN)/python -m pytest $(TESTS) tests/unit tests/extensions/*/unit
 
