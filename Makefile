@@ -33,7 +33,7 @@ test: $(READY)
 
 # The tests without a server, in some 4 minutes on two cores.
 unit: $(READY)
-	$(BIN)/python -m pytest $(TESTS) tests/unit tests/extensions/*/unit
+	$(BIN)/python -m pytest $(TESTS) --numprocesses logical tests/unit tests/extensions/*/unit
 
 # Tests that take minutes: a model with Kimi K2's number of tensors, updated from each source.
 test-slow: $(READY)
