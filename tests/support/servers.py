@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (
             -_limit(item),
-            item.path.parent.name == "unit",
+            _is_unit(item),
             _turn(item),
             item.path.stem not in LONG,
         )
@@ -78,8 +78,15 @@ def _limit(item: pytest.Item) -> float:
     return mark.args[0] if mark else 0
 
 
+def _is_unit(item: pytest.Item) -> bool:
+    return item.path.parent.name == "unit"
+
+
 def _turn(item: pytest.Item) -> int:
     """Return the test's place in the order; 0 for a test without a server of the pool."""
+    if _is_unit(item):
+        # its parameters may have names of flavours
+        return 0
     asked = set(getattr(item, "fixturenames", ()))
     callspec = getattr(item, "callspec", None)
     if callspec is not None:
