@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel carries patches/ as sglang_inflight/_patches.
+"""Build patches/ as sglang_inflight/_patches, which pyproject.toml cannot ask for.
 
 The client's distribution has the rest of the package (client/pyproject.toml).
 """

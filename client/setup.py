@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: this distribution has a part of a package's modules."""
+"""Build a part of a package's modules, which pyproject.toml cannot ask for."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a contributor runs: the checks before a commit, at the forge, and of a part of the tests."""
+"""A contributor's checks: before a commit, at the forge, and of a part of the tests."""
 
 from __future__ import annotations
 

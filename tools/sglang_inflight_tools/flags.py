@@ -1,4 +1,4 @@
-"""What is known of each flag of ``sglang serve`` beside SGLang Inflight."""
+"""Say what is known of each flag of ``sglang serve`` beside SGLang Inflight."""
 
 from __future__ import annotations
 
