@@ -19,6 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.default_int_handler)
     if not _only_distributes_tests(config):
         config.pluginmanager.import_plugin("tests.support.servers")
+        config.pluginmanager.import_plugin("tests.support.unread")
 
 
 def _only_distributes_tests(config: pytest.Config) -> bool:

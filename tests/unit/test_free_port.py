@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import harness.server
@@ -10,8 +12,9 @@ from tests.support import forked
 
 pytestmark = forked.ONE_WORKER
 
-# two ports of the harness's range, in the order in which SGLang would pick them
-FIRST, SECOND = 10007, 10008
+# two picks of SGLang's, which no other test and no other run on this machine claims
+FIRST = 65536 + 2 * os.getpid()
+SECOND = FIRST + 1
 
 CLAIM_THE_FIRST = f"""
 import harness.server
