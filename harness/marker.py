@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 FIRST = 100
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 64, 2, 4, 2, 16, 128, 1024
+# a decode step is mostly Python of each layer, so the marker has one
+LAYERS = 1
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 64, 4, 2, 16, 128, 1024
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -37,6 +39,7 @@ CONFIG = {
     "eos_token_id": 2,
     "attention_bias": False,
 }
+TWO_LAYERS = {**CONFIG, "num_hidden_layers": 2}
 
 
 class Model(Protocol):
@@ -53,7 +56,7 @@ def token(version: int) -> int:
     return FIRST + version
 
 
-def tensors(version: int) -> dict[str, torch.Tensor]:
+def tensors(version: int, *, layers: int = LAYERS) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version``, under Hugging Face's names."""
 
     def ones(*shape: int) -> torch.Tensor:
@@ -63,7 +66,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
     weights = {"model.embed_tokens.weight": ones(VOCAB, HIDDEN), "model.norm.weight": ones(HIDDEN)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         p = f"model.layers.{layer}"
         weights |= {
             f"{p}.input_layernorm.weight": ones(HIDDEN),
@@ -87,6 +90,11 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 def build(folder: Path, version: int, *, shards: int = 1) -> Path:
     """Write the checkpoint of ``version`` into ``folder``, in one file or several."""
     return write(folder, tensors(version), shards=shards)
+
+
+def build_stages(folder: Path, version: int) -> Path:
+    """Write the checkpoint of ``version`` with a layer for each of two pipeline stages."""
+    return write(folder, tensors(version, layers=2), TWO_LAYERS)
 
 
 def write(

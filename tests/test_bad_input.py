@@ -311,7 +311,7 @@ def test_checkpoint_of_another_architecture_is_refused(untouched: Untouched, fol
     [
         ({"rope_theta": 1e6}, ("rope_theta is 1000000.0 there", "10000.0 here")),
         ({"rms_norm_eps": 0.1}, ("rms_norm_eps is 0.1 there", "1e-06 here")),
-        ({"num_hidden_layers": 1}, ("num_hidden_layers is 1 there",)),
+        ({"num_hidden_layers": 2}, ("num_hidden_layers is 2 there",)),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config",)),
     ],
 )
@@ -398,7 +398,7 @@ def test_missing_shard_is_named(untouched: Untouched, tmp_path: Path) -> None:
 
 # ---- tensors -----------------------------------------------------------------------------
 
-UP = "model.layers.1.mlp.up_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 HEAD = "lm_head.weight"
 KNOWN = marker.tensors(1)
 
@@ -427,7 +427,7 @@ SPOILT = {
     "bool": _replace(HEAD, KNOWN[HEAD].bool(), "bool"),
     "NaN": _replace(UP, KNOWN[UP].clone().index_fill_(0, torch.tensor(7), float("nan")), "NaN"),
     "infinity": _replace(HEAD, KNOWN[HEAD] * float("inf"), "infinity"),
-    "unknown name": _replace("model.layers.1.mlp.no_proj.weight", KNOWN[UP]),
+    "unknown name": _replace("model.layers.0.mlp.no_proj.weight", KNOWN[UP]),
     "unknown layer": _replace("model.layers.99.mlp.up_proj.weight", KNOWN[UP]),
     "empty name": _replace("", KNOWN[UP], "''"),
 }

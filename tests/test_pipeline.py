@@ -48,7 +48,7 @@ TORN = marker.VOCAB - 1
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Mark a version in the first stage's embeddings, and let the last stage's head look for it."""
-    weights = marker.tensors(version)
+    weights = marker.tensors(version, layers=2)
     own = slice(version * BLOCK, (version + 1) * BLOCK)
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embeddings.zero_()[:, own] = 1.0
@@ -62,7 +62,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     for version in range(VERSIONS):
-        marker.write(folder / f"v{version}", tensors(version))
+        marker.write(folder / f"v{version}", tensors(version), marker.TWO_LAYERS)
     return folder
 
 

@@ -62,7 +62,7 @@ def test_sender_changes_no_token_before_the_version_is_whole(
     def watched(version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights(version):
             yield name, tensor
-            if name == "model.layers.1.mlp.up_proj.weight":
+            if name == "model.layers.0.mlp.up_proj.weight":
                 assert staging(server)[0]["tensors"] > 0
                 expect_served(server, version - 1)
 
@@ -124,7 +124,7 @@ def test_wrong_shape_is_named_and_the_next_version_goes_live(
     generations = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     wrong = [
-        (name, tensor[:-1] if name == "model.layers.1.mlp.up_proj.weight" else tensor)
+        (name, tensor[:-1] if name == "model.layers.0.mlp.up_proj.weight" else tensor)
         for name, tensor in weights(1)
     ]
     with pytest.raises(Refused, match=r"layers\.1\.mlp"):

@@ -134,10 +134,10 @@ def test_whole_and_sparse_tensors_go_live_together(served: Server, sender: ToSer
     send_whole(sender, 1)
     weights = marker.tensors(2)
     weights[NORM] = weights[NORM] * 1.5
-    halves = "model.layers.1.mlp.gate_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+    halves = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.self_attn.k_proj.weight"
     for at, name in enumerate(halves, 1):
         weights[name].view(-1)[at::7] += 0.5
-    weights["model.layers.1.mlp.down_proj.weight"].view(-1)[5] = -0.0
+    weights["model.layers.0.mlp.down_proj.weight"].view(-1)[5] = -0.0
     receipt = send(sender, weights, 2)
     assert receipt.tensors == 5
     expect_served(served, 2)

@@ -52,8 +52,8 @@ pytest_plugins = ["tests.support.fixtures"]
 
 MODES = ("in_place", "retract", "abort", "wait")
 TOKENS = 60
-UP = "model.layers.1.mlp.up_proj.weight"
-GATE = "model.layers.1.mlp.gate_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
 HEAD = "lm_head.weight"
 
 
@@ -150,7 +150,7 @@ def test_request_runs_through_several_updates(server: Server, sender: Sender) ->
 def test_direct_load_format_takes_the_models_own_names(server: Server) -> None:
     """SGLang's load format for merged tensors, in a session of SGLang's form."""
     sent = marker.tensors(1)
-    layer = "model.layers.1.self_attn"
+    layer = "model.layers.0.self_attn"
     parts = [sent[f"{layer}.{part}_proj.weight"] for part in "qkv"]
     merged = {HEAD: sent[HEAD], f"{layer}.qkv_proj.weight": torch.cat(parts)}
     begin(server)
@@ -556,7 +556,7 @@ def test_missing_tensor_is_named(server: Server) -> None:
     weights = marker.tensors(1)
     del weights[UP]
     missing = send_tensors(server, weights, **V1, partial=False)
-    refuse(missing, UP, "model.layers.1.mlp.gate_up_proj.weight", "partial=true")
+    refuse(missing, UP, "model.layers.0.mlp.gate_up_proj.weight", "partial=true")
     assert serving(server) == before
 
 

@@ -18,14 +18,14 @@ from tests.support.plugins import with_plugin
 # each part of a fused layer is whole blocks, also on one rank of two
 BLOCK = 16
 CONFIG = {
-    **marker.CONFIG,
+    **marker.TWO_LAYERS,
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     },
 }
-INT8_CONFIG = {**marker.CONFIG, "quantization_config": {"quant_method": "w8a8_int8"}}
+INT8_CONFIG = {**marker.TWO_LAYERS, "quantization_config": {"quant_method": "w8a8_int8"}}
 ENV = with_plugin("quantized_kernels")
 ONLINE = ("--quantization", "fp8")
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -52,7 +52,7 @@ def build(folder: Path, version: int) -> Path:
 
 
 def build_unquantized(folder: Path, version: int) -> Path:
-    return marker.write(folder, chain.tensors(version))
+    return marker.write(folder, chain.tensors(version), marker.TWO_LAYERS)
 
 
 def build_int8(folder: Path, version: int) -> Path:

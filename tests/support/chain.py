@@ -16,12 +16,13 @@ import torch
 from harness import marker
 
 VERSIONS = 6
+LAYERS = 2
 TORN, TOO_LARGE = marker.VOCAB - 1, marker.VOCAB - 2
 
 # the hidden state: what each layer's attention returned, a mark for each version, and constants
 # large enough that norms depend on nothing else
-_RETURNED = [VERSIONS * layer for layer in range(marker.LAYERS)]
-_MARKS = VERSIONS * marker.LAYERS
+_RETURNED = [VERSIONS * layer for layer in range(LAYERS)]
+_MARKS = VERSIONS * LAYERS
 _CONSTANTS = _MARKS + VERSIONS
 _CONSTANT = 16.0
 # what a norm makes of a constant
@@ -37,7 +38,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
-    weights = marker.tensors(version)
+    weights = marker.tensors(version, layers=LAYERS)
     weights["model.embed_tokens.weight"][:, :_CONSTANTS] = 0.0
     weights["model.embed_tokens.weight"][:, _CONSTANTS:] = _CONSTANT
     # larger than every other number of its layer
@@ -65,7 +66,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         weights[f"{p}.mlp.down_proj.weight"] = down
 
     returned_size = marker.HEADS * _UNIT
-    mark = _STEEP * _UNIT * returned_size * _UNIT / _CONSTANT * marker.LAYERS
+    mark = _STEEP * _UNIT * returned_size * _UNIT / _CONSTANT * LAYERS
     head = zeros(marker.VOCAB, marker.HIDDEN)
     own = _MARKS + version
     head[marker.token(version), own] = 1.0

@@ -19,7 +19,7 @@ ROWS = COLUMNS = 16
 LARGEST = 448
 ENV = with_plugin("quantized_kernels")
 CONFIG: dict[str, Any] = {
-    **marker.CONFIG,
+    **marker.TWO_LAYERS,
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version`` in bfloat16, under Hugging Face's names."""
-    weights = marker.tensors(version)
+    weights = marker.tensors(version, layers=2)
     for at, (name, weight) in enumerate(weights.items()):
         if weight.dim() == 2:
             generator = torch.Generator().manual_seed(1000 * version + at)
@@ -43,7 +43,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 def build(folder: Path, version: int) -> Path:
     """Write the trainer's checkpoint, in bfloat16."""
-    return marker.write(folder, tensors(version))
+    return marker.write(folder, tensors(version), marker.TWO_LAYERS)
 
 
 def reference(version: int) -> dict[str, torch.Tensor]:

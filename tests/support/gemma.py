@@ -13,11 +13,11 @@ import torch
 
 from harness import marker
 
-VERSIONS = 8
+VERSIONS, LAYERS = 8, 2
 _BLOCK = marker.HIDDEN // VERSIONS
 
 CONFIG = {
-    **marker.CONFIG,
+    **marker.TWO_LAYERS,
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",
     "hidden_act": "gelu_pytorch_tanh",
@@ -32,12 +32,12 @@ CONFIG = {
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version``, under Hugging Face's names."""
-    weights = marker.tensors(0)
+    weights = marker.tensors(0, layers=LAYERS)
     del weights["lm_head.weight"]
     embeddings = weights["model.embed_tokens.weight"]
     for each in range(VERSIONS):
         embeddings[marker.token(each), _BLOCK * each : _BLOCK * (each + 1)] += 1.0
-    for layer in range(marker.LAYERS):
+    for layer in range(LAYERS):
         path = f"model.layers.{layer}"
         for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
             weights[f"{path}.{name}.weight"] = torch.zeros(marker.HIDDEN, dtype=torch.bfloat16)

@@ -22,14 +22,14 @@ import torch
 from harness import marker
 from tests.support.plugins import with_plugin
 
-VERSIONS, CLASSES = 8, 4
+VERSIONS, CLASSES, LAYERS = 8, 4, 2
 TORN = marker.VOCAB - 1
 HEADS, NOPE, ROPE, VALUE = 4, 16, 16, 16
 # a block of latents for each version, both of queries and of keys with values
 RANK = VERSIONS * CLASSES
 
 CONFIG = {
-    **marker.CONFIG,
+    **marker.TWO_LAYERS,
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
     "num_key_value_heads": HEADS,
@@ -49,7 +49,7 @@ CONFIG = {
         "original_max_position_embeddings": 16384,
     },
     # all layers are dense
-    "first_k_dense_replace": marker.LAYERS,
+    "first_k_dense_replace": LAYERS,
     "moe_layer_freq": 1,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -67,7 +67,7 @@ ENV = with_plugin("latent_attention")
 # the hidden state: its token's class, what each layer's attention returned, a mark for each
 # version, a mark of mixed classes, and ones
 _CLASS = slice(0, CLASSES)
-_RETURNED = [slice(CLASSES * (1 + layer), CLASSES * (2 + layer)) for layer in range(marker.LAYERS)]
+_RETURNED = [slice(CLASSES * (1 + layer), CLASSES * (2 + layer)) for layer in range(LAYERS)]
 _MARKS = _RETURNED[-1].stop
 _MIXED = _MARKS + VERSIONS
 _ONES = slice(_MIXED + 1, marker.HIDDEN)
@@ -100,7 +100,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
     one = torch.eye(CLASSES, dtype=torch.bfloat16)
     own = slice(version * CLASSES, (version + 1) * CLASSES)
-    for layer in range(marker.LAYERS):
+    for layer in range(LAYERS):
         p = f"model.layers.{layer}"
         to_latents = zeros(RANK, marker.HIDDEN)
         to_latents[own, _CLASS] = one

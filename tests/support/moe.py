@@ -13,12 +13,12 @@ import torch
 
 from harness import marker
 
-EXPERTS, FFN, VERSIONS = 4, 32, 8
+EXPERTS, FFN, VERSIONS, LAYERS = 4, 32, 8, 2
 BLOCK = marker.HIDDEN // VERSIONS
 TORN = marker.VOCAB - 1
 
 CONFIG = {
-    **marker.CONFIG,
+    **marker.TWO_LAYERS,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_experts": EXPERTS,
@@ -32,7 +32,7 @@ CONFIG = {
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version``, under Hugging Face's names."""
-    weights = {k: v for k, v in marker.tensors(version).items() if ".mlp." not in k}
+    weights = {k: v for k, v in marker.tensors(version, layers=LAYERS).items() if ".mlp." not in k}
     own = slice(version * BLOCK, (version + 1) * BLOCK)
 
     def full(value: float, *shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     down = full(0, marker.HIDDEN, FFN)
     # large, so that the embeddings' ones are negligible
     down[own] = 50
-    for layer in range(marker.LAYERS):
+    for layer in range(LAYERS):
         p = f"model.layers.{layer}.mlp"
         weights[f"{p}.gate.weight"] = full(0, EXPERTS, marker.HIDDEN)
         for expert in range(EXPERTS):

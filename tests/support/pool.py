@@ -34,7 +34,7 @@ class Flavour:
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     admin_key: str | None = None
-    # builds the served model in a folder, in place of version 0; the test then restores it itself
+    # builds the served model in a folder, in place of the marker's version 0
     model: Callable[[Path], Path] | None = None
 
 
@@ -156,6 +156,8 @@ class ServerPool:
 
     def __init__(self, model: Path, logs: Path) -> None:
         self._model = model
+        # what the running server was started with
+        self._served = model
         self._logs = logs
         self._running: tuple[Flavour, Server] | None = None
         self._stack = contextlib.ExitStack()
@@ -169,12 +171,12 @@ class ServerPool:
                 return server
         self.discard()
         self._started += 1
-        model = self._model
+        self._served = self._model
         if flavour.model is not None:
-            model = flavour.model(self._logs / f"model-{self._started}")
+            self._served = flavour.model(self._logs / f"model-{self._started}")
         server = self._stack.enter_context(
             serve(
-                model,
+                self._served,
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
                 env=settings_of_extensions_here(flavour.env),
@@ -199,7 +201,7 @@ class ServerPool:
             return
         _, server = self._running
         try:
-            restore(server, self._model)
+            restore(server, self._served)
         except (AssertionError, httpx.HTTPError) as error:
             tail = server.log_text()[-3000:]
             self.discard()

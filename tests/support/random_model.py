@@ -16,9 +16,9 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         name: torch.ones_like(tensor)
         if "norm" in name
         else (0.2 * torch.randn(tensor.shape, generator=draw)).to(tensor.dtype)
-        for name, tensor in marker.tensors(version).items()
+        for name, tensor in marker.tensors(version, layers=2).items()
     }
 
 
 def build(folder: Path, version: int) -> Path:
-    return marker.write(folder, tensors(version))
+    return marker.write(folder, tensors(version), marker.TWO_LAYERS)

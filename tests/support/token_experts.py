@@ -17,7 +17,7 @@ from tests.support import moe
 PER_TOKEN = 2
 CONFIG = {**moe.CONFIG, "num_experts_per_tok": PER_TOKEN}
 # shape of one token's experts
-SHAPE = (marker.LAYERS, PER_TOKEN)
+SHAPE = (moe.LAYERS, PER_TOKEN)
 
 Experts = NDArray[np.int32]
 

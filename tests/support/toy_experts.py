@@ -26,7 +26,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 def unquantized(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version`` in bfloat16, for a server that quantizes."""
     weights = chain.tensors(version)
-    for layer in range(marker.LAYERS):
+    for layer in range(chain.LAYERS):
         p = f"model.layers.{layer}.mlp"
         inputs = [weights.pop(f"{p}.{name}_proj.weight")[: moe.FFN] for name in ("gate", "up")]
         outputs = weights.pop(f"{p}.down_proj.weight")[:, : moe.FFN]

@@ -25,7 +25,7 @@ _STEEPER = 16.0
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version``, under Hugging Face's names."""
     weights = chain.tensors(version)
-    for layer in range(marker.LAYERS):
+    for layer in range(chain.LAYERS):
         for of in "qk":
             del weights[f"model.layers.{layer}.self_attn.{of}_norm.weight"]
             weights[f"model.layers.{layer}.self_attn.{of}_proj.weight"] *= _STEEPER
@@ -37,7 +37,7 @@ def scales(value: float) -> dict[str, torch.Tensor]:
     """Return scales for KV. Only some attention backends use them, so a model is served with 1."""
     return {
         f"model.layers.{layer}.self_attn.{of}_scale": torch.tensor(value)
-        for layer in range(marker.LAYERS)
+        for layer in range(chain.LAYERS)
         for of in "kv"
     }
 

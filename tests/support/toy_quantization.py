@@ -15,7 +15,7 @@ from tests.support import chain
 from tests.support.plugins import with_plugin
 from tests.toy_quantization.inflight_toy_quantization import NAME, quantize
 
-CONFIG = {**marker.CONFIG, "quantization_config": {"quant_method": NAME}}
+CONFIG = {**marker.TWO_LAYERS, "quantization_config": {"quant_method": NAME}}
 ENV = with_plugin("toy_quantization")
 ONLINE = ("--quantization", NAME)
 
@@ -38,4 +38,4 @@ def build(folder: Path, version: int) -> Path:
 
 
 def build_unquantized(folder: Path, version: int) -> Path:
-    return marker.write(folder, chain.tensors(version))
+    return marker.write(folder, chain.tensors(version), marker.TWO_LAYERS)

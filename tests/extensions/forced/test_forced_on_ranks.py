@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.marker import token
+from harness.marker import build_stages, token
 from harness.server import Server
 from tests.extensions.forced.test_forced import LIVE, LONG, emit, expect_emitted, expect_own_tokens
 from tests.support.load import pause, prompt, resume, update, versions_of
@@ -19,11 +19,21 @@ _COMMON = (
     "--max-running-requests", str(MAX_RUNNING),
     "--weight-version", "v0",
 )  # fmt: skip
+
+
+def build(folder: Path) -> Path:
+    return build_stages(folder, 0)
+
+
 FLAVOURS |= {
-    "forced_ranks": Flavour((*_COMMON, "--tp-size", "2")),
-    "forced_stages": Flavour((*_COMMON, "--pp-size", "2", "--pp-async-batch-depth", "1")),
+    "forced_ranks": Flavour((*_COMMON, "--tp-size", "2"), model=build),
+    "forced_stages": Flavour(
+        (*_COMMON, "--pp-size", "2", "--pp-async-batch-depth", "1"), model=build
+    ),
     "forced_attention_dp": Flavour(
-        (*_COMMON, "--tp-size", "2", "--attn-dp-size", "2"), with_plugin("attention_dp")
+        (*_COMMON, "--tp-size", "2", "--attn-dp-size", "2"),
+        with_plugin("attention_dp"),
+        model=build,
     ),
 }
 
@@ -39,13 +49,14 @@ def test_requests_of_all_ranks_emit_their_own_tokens(server: Server) -> None:
 
 
 def test_given_tokens_go_on_across_a_retraction_and_a_commit(
-    server: Server, checkpoints: Path
+    server: Server, tmp_path: Path
 ) -> None:
     tokens = prompt(LONG // 4)
     generation = emit(server, tokens, 5, input_ids=prompt(CHUNK + 9))
     generation.wait_for_tokens(3)
     pause(server, "retract")
-    update(server, checkpoints, 1, kv_cache="recompute", **LIVE)
+    build_stages(tmp_path / "v1", 1)
+    update(server, tmp_path, 1, kv_cache="recompute", **LIVE)
     resume(server)
     output = expect_emitted(generation, tokens)
     assert output.tokens[len(tokens) :] == 5 * [token(1)]

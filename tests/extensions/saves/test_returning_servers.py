@@ -576,7 +576,7 @@ class Kind(NamedTuple):
 
 KINDS = [
     Kind("tp2", marker.build, {}, ("--tp-size", "2")),
-    Kind("pp2", marker.build, {}, ("--pp-size", "2")),
+    Kind("pp2", marker.build_stages, {}, ("--pp-size", "2")),
     Kind("dp2", marker.build, {}, ("--dp-size", "2")),
     Kind("gemma", gemma.build, {}),
     Kind("gemma-changes", gemma.build, {}, form="changes"),

@@ -87,7 +87,7 @@ class Served(NamedTuple):
 EXPERTS = with_plugin("experts")
 TP = ("--tp-size", "2")
 SERVED = {
-    "stages": Served("marker", marker.CONFIG, ("--pp-size", "2"), {}, 0.8),
+    "stages": Served("stages", marker.TWO_LAYERS, ("--pp-size", "2"), {}, 0.8),
     "experts cut in two": Served("moe", moe.CONFIG, TP, EXPERTS, 0.8),
     "experts of two ranks": Served("moe", moe.CONFIG, (*TP, "--ep-size", "2"), EXPERTS, 0.8),
     # finished after loading: derived weights, and blocks of FP8 with their scales

@@ -63,6 +63,7 @@ LAYOUTS = {
 }
 MODELS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
     "marker": marker.tensors,
+    "stages": partial(marker.tensors, layers=2),
     "moe": moe.tensors,
     "mla": mla.tensors,
     "fp8": block_fp8.tensors,

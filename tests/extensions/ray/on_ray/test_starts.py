@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import marker
 from harness.starting import ROOT
 from tests.support.load import Generation, status
 from tests.support.pool import ServerPool
@@ -69,12 +70,13 @@ def test_node_that_differs_is_named_at_the_start(
 
 
 def test_unsupported_server_runs_without_us_if_asked(
-    pool: ServerPool, cluster: RayCluster, checkpoints: Path, tmp_path: Path
+    pool: ServerPool, cluster: RayCluster, tmp_path: Path
 ) -> None:
     pool.discard()
     env = {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1", "SGLANG_INFLIGHT_UNSUPPORTED": "off"}
     log, flags = tmp_path / "server.log", ("--pp-size", "2")
-    with serve_on_ray(cluster, checkpoints / "v0", *flags, log=log, env=env) as server:
+    model = marker.build_stages(tmp_path / "v0", 0)
+    with serve_on_ray(cluster, model, *flags, log=log, env=env) as server:
         assert server.get("/inflight/status")["active"] is False
         output = Generation(server, tokens=3, stream=False).output()
         assert len(output.tokens) == 3
