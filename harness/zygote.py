@@ -53,7 +53,9 @@ from sglang_inflight.plugin import hook_modules
 MODULES = (
     "anyio._backends._asyncio",
     "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.dllm.algorithm",
     "sglang.srt.entrypoints.http_server",
+    "sglang.srt.entrypoints.openai.serving_responses",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.data_parallel_controller",
@@ -81,9 +83,11 @@ def main() -> None:
     with _low_numbers_kept_free():
         seen, made = _import_all()
     # not at the top: importing SGLang must happen under watch
+    from harness import kept_plan
     from harness.hook_search import HookSearch
 
     HookSearch().install()
+    kept_plan.install()
     getproctitle()  # finds the title's place, which a new environment hides
     _check_that_forks_are_safe()
     gc.collect()

@@ -1,0 +1,31 @@
+"""The plan of our patches for the installed SGLang, kept for forks.
+
+Each process of a server parses the modules to be patched, before and after, to prove that only
+bodies of functions change. That is half of a start without imports, and depends on nothing but the
+patches and the modules' texts. A fork reads both anew. It finds the plan here if they are equal,
+and otherwise makes its own. Nothing writes into a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from sglang_inflight.livepatch.hooks import PatchRefused
+from sglang_inflight.livepatch.series import Plan, Series, load_series
+
+
+def install() -> None:
+    kept: dict[tuple[object, ...], Plan] = {}
+    make_plan = Series.plan
+
+    def plan(series: Series) -> Plan:
+        # the plan has paths below the root
+        key = (series, series.root, *(series._read(file, name) for name, file in series._reach()))
+        if key not in kept:
+            kept[key] = make_plan(series)
+        return kept[key]
+
+    Series.plan = plan  # type: ignore[method-assign]
+    # a server whose SGLang does not fit says so itself
+    with contextlib.suppress(PatchRefused):
+        load_series().plan()
