@@ -18,11 +18,11 @@ def install() -> None:
     kept: dict[tuple[object, ...], Plan] = {}
     make_plan = Series.plan
 
-    def plan(series: Series) -> Plan:
+    def plan(self: Series) -> Plan:
         # the plan has paths below the root
-        key = (series, series.root, *(series._read(file, name) for name, file in series._reach()))
+        key = (self, self.root, *(self._read(file, name) for name, file in self._reach()))
         if key not in kept:
-            kept[key] = make_plan(series)
+            kept[key] = make_plan(self)
         return kept[key]
 
     Series.plan = plan  # type: ignore[method-assign]

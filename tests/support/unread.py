@@ -38,6 +38,6 @@ def pytest_runtest_call() -> Generator[None, object, object]:
     tasks = [task for task in _TASKS if task.done() and not task.get_loop().is_running()]
     _TASKS.clear()
     # asyncio's own mark of an error that nobody has read
-    unread = [task for task in tasks if task._log_traceback]  # type: ignore[attr-defined]
+    unread = [task for task in tasks if task._log_traceback]
     assert not unread, f"no code has read the errors of {unread}"
     return outcome
