@@ -50,6 +50,15 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The marker checkpoints v0 and v1, with a layer for each stage."""
+    folder = tmp_path_factory.mktemp("stages")
+    for version in range(2):
+        marker.build_stages(folder / f"v{version}", version)
+    return folder
+
+
 @pytest.fixture
 def launcher(tmp_path: Path) -> tuple[str, ...]:
     (tmp_path / "the_launcher.py").write_text(LAUNCHER)
@@ -60,22 +69,22 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
     "why", REFUSED, ids=["first update", "broadcast", "role switch", "smg", "ages"]
 )
 def test_unsupported_flags_are_refused_at_the_start(
-    checkpoints: Path, tmp_path: Path, why: str
+    stages: Path, tmp_path: Path, why: str
 ) -> None:
-    expect_start_refused(IN_A_FORK, checkpoints, tmp_path, why)
+    expect_start_refused(IN_A_FORK, stages, tmp_path, why)
 
 
 def test_unsupported_flags_are_refused_when_python_launches(
-    launcher: tuple[str, ...], checkpoints: Path, tmp_path: Path
+    launcher: tuple[str, ...], stages: Path, tmp_path: Path
 ) -> None:
-    expect_start_refused(launcher, checkpoints, tmp_path, unsupported.NO_FIRST_UPDATE)
+    expect_start_refused(launcher, stages, tmp_path, unsupported.NO_FIRST_UPDATE)
 
 
 def expect_start_refused(
-    command: tuple[str, ...], checkpoints: Path, folder: Path, why: str
+    command: tuple[str, ...], stages: Path, folder: Path, why: str
 ) -> None:
     log = folder / "log"
-    arguments = [*command, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
+    arguments = [*command, "--model-path", str(stages / "v0"), *REFUSED[why]]
     with log.open("wb") as output:
         process = start(arguments, output=output, env=SETTINGS.get(why, {}), cwd=folder)
     try:
@@ -87,20 +96,20 @@ def expect_start_refused(
 
 @pytest.mark.parametrize("by_python", [False, True], ids=["by a command", "by Python"])
 def test_inactive_server_runs_as_sglang_ships_it(
-    pool: ServerPool, checkpoints: Path, tmp_path: Path, launcher: tuple[str, ...], by_python: bool
+    pool: ServerPool, stages: Path, tmp_path: Path, launcher: tuple[str, ...], by_python: bool
 ) -> None:
     pool.discard()  # one server at a time
     why = unsupported.NO_FIRST_UPDATE
     flags, env = (*FLAGS, "--weight-version", "v0"), OFF | ENV
     command, cwd = (launcher, tmp_path) if by_python else (None, None)
     log = tmp_path / "log"
-    with serve(checkpoints / "v0", *flags, log=log, env=env, command=command, cwd=cwd) as server:
-        expect_our_calls_refused(server, checkpoints, why)
-        expect_sglangs_calls_work(server, checkpoints)
+    with serve(stages / "v0", *flags, log=log, env=env, command=command, cwd=cwd) as server:
+        expect_our_calls_refused(server, stages, why)
+        expect_sglangs_calls_work(server, stages)
         assert server.log_text().count("runs as SGLang ships it") == 1
 
 
-def expect_our_calls_refused(server: Server, checkpoints: Path, why: str) -> None:
+def expect_our_calls_refused(server: Server, stages: Path, why: str) -> None:
     said = server.get("/inflight/status")
     assert said == {"active": False, "message": why, "status_code": 200}
     with Client(server.url) as client, pytest.raises(NotOffered, match="needs"):
@@ -108,7 +117,7 @@ def expect_our_calls_refused(server: Server, checkpoints: Path, why: str) -> Non
     calls: list[tuple[str, dict[str, Any]]] = [
         (
             "/update_weights_from_disk",
-            {"model_path": str(checkpoints / "v1"), "non_blocking": True},
+            {"model_path": str(stages / "v1"), "non_blocking": True},
         ),
         ("/pause_generation", {"mode": "in_place", "lease_s": 5}),
         ("/inflight/rollback", {}),
@@ -125,10 +134,10 @@ def expect_our_calls_refused(server: Server, checkpoints: Path, why: str) -> Non
         assert (generation.status, why in str(generation.refusal)) == (400, True)
 
 
-def expect_sglangs_calls_work(server: Server, checkpoints: Path) -> None:
+def expect_sglangs_calls_work(server: Server, stages: Path) -> None:
     """Check SGLang's own calls, one with a field of ours at its default."""
     expect_served(server, 0)
-    v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": False}
+    v1 = {"model_path": str(stages / "v1"), "weight_version": "v1", "non_blocking": False}
     answer = server.post("/update_weights_from_disk", v1)
     assert (answer["status_code"], answer["success"], "epoch" in answer) == (200, True, False)
     output = Generation(server, tokens=4).output()
@@ -138,10 +147,10 @@ def expect_sglangs_calls_work(server: Server, checkpoints: Path) -> None:
 
 
 def test_inactive_engine_runs_as_sglang_ships_it(
-    checkpoints: Path, pool: ServerPool, tmp_path: Path
+    stages: Path, pool: ServerPool, tmp_path: Path
 ) -> None:
     pool.discard()
-    said = run_script("tests.support.inactive_engine", checkpoints, tmp_path)
+    said = run_script("tests.support.inactive_engine", stages, tmp_path)
     assert said["refused"].startswith(unsupported.ONE_TOKENIZER)
     assert said["status"] == {"active": False, "message": unsupported.ONE_TOKENIZER}
     for call in ("pause", "async rollback"):

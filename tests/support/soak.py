@@ -461,7 +461,7 @@ class Soak:
         version = self._choose.randrange(VERSIONS)
         body = {**layout(version, self._model), **LIVE, "weight_version": f"v{version}"}
         call = Call(self._server, "/update_weights_from_distributed", body)
-        sent = self._choose.randrange(1, 20)
+        sent = self._choose.randrange(1, len(body["names"]))
         trainer.send(version, model=self._model, count=sent)
         until_staging(self._server, tensors=sent)
         trainer.close()

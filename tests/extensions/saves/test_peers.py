@@ -88,6 +88,10 @@ def test_late_server_takes_the_version_from_a_peer(
     checkpoints: Path, tmp_path: Path, size: str, ranks: int
 ) -> None:
     flags = (f"--{size}-size", str(ranks))
+    if size == "pp":
+        checkpoints = tmp_path
+        for version in range(4):
+            marker.build_stages(tmp_path / f"v{version}", version)
     with (
         serve(checkpoints / "v0", *V0, *flags, log=tmp_path / "a.log") as one,
         serve(checkpoints / "v0", *V0, *flags, log=tmp_path / "b.log") as late,
