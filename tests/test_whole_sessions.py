@@ -101,7 +101,7 @@ def test_failed_transfer_of_nemo_changes_nothing(server: Server, nemo: Client) -
     before = serving(server)
     running = start_running(server, 3, tokens=ENDLESS)
     missing = send_half(nemo, 2)
-    refuse(server.post(END, {}), "not complete", missing[0], f"{len(missing) - 8} more")
+    refuse(server.post(END, {}), "not complete", ", ".join(missing))
     assert nemo.resume()["status_code"] == 200
     more_tokens(running)
     assert serving(server) == before
@@ -203,7 +203,7 @@ def test_update_from_disk_leaves_the_names_of_the_last_session(
     succeed(session(server, weights, "v1"))
     from_disk = {"model_path": str(checkpoints / "v2"), "non_blocking": True}
     succeed(server.post("/update_weights_from_disk", from_disk))
-    refuse(session(server, {HEAD: weights[HEAD]}, "half"), "not complete", "24 of the 25")
+    refuse(session(server, {HEAD: weights[HEAD]}, "half"), "not complete", f"{len(weights) - 1} of the {len(weights)}")
     expect_served(server, 2)
     succeed(session(server, weights, "v1"))
     expect_served(server, 1)
