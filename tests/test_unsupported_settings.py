@@ -68,9 +68,7 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "why", REFUSED, ids=["first update", "broadcast", "role switch", "smg", "ages"]
 )
-def test_unsupported_flags_are_refused_at_the_start(
-    stages: Path, tmp_path: Path, why: str
-) -> None:
+def test_unsupported_flags_are_refused_at_the_start(stages: Path, tmp_path: Path, why: str) -> None:
     expect_start_refused(IN_A_FORK, stages, tmp_path, why)
 
 
@@ -80,9 +78,7 @@ def test_unsupported_flags_are_refused_when_python_launches(
     expect_start_refused(launcher, stages, tmp_path, unsupported.NO_FIRST_UPDATE)
 
 
-def expect_start_refused(
-    command: tuple[str, ...], stages: Path, folder: Path, why: str
-) -> None:
+def expect_start_refused(command: tuple[str, ...], stages: Path, folder: Path, why: str) -> None:
     log = folder / "log"
     arguments = [*command, "--model-path", str(stages / "v0"), *REFUSED[why]]
     with log.open("wb") as output:

@@ -203,7 +203,8 @@ def test_update_from_disk_leaves_the_names_of_the_last_session(
     succeed(session(server, weights, "v1"))
     from_disk = {"model_path": str(checkpoints / "v2"), "non_blocking": True}
     succeed(server.post("/update_weights_from_disk", from_disk))
-    refuse(session(server, {HEAD: weights[HEAD]}, "half"), "not complete", f"{len(weights) - 1} of the {len(weights)}")
+    half = session(server, {HEAD: weights[HEAD]}, "half")
+    refuse(half, "not complete", f"{len(weights) - 1} of the {len(weights)}")
     expect_served(server, 2)
     succeed(session(server, weights, "v1"))
     expect_served(server, 1)

@@ -7,8 +7,6 @@ in each copy. SGLang is imported once, because a fork of this process installs e
 
 from __future__ import annotations
 
-import ast
-import functools
 import gc
 import json
 import os
@@ -74,13 +72,9 @@ def _look_in_a_fork(folder: Path, environment: dict[str, str]) -> dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    # for the forks: whatever our modules import of SGLang, and the trees of the modules that our
-    # patches change, which no copy has others of
-    from sglang_inflight.livepatch.series import load_series
+    # for the forks: whatever our modules import of SGLang
     from sglang_inflight.plugin import every_hook
 
-    ast.parse = functools.cache(ast.parse)
-    load_series().plan()
     every_hook()
     # a collection in a fork would copy and visit all that SGLang's import has made
     gc.disable()

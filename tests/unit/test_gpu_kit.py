@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.common import processes
 from benchmarks.common.machine import ROOT
 from benchmarks.gpu import card, report, run
 from benchmarks.gpu.card import NotRun
@@ -61,7 +60,7 @@ def test_step_that_hangs_is_cut_with_its_children_and_keeps_its_parts(
                 raise subprocess.TimeoutExpired(self.args, timeout)
             return super().wait(timeout)
 
-    monkeypatch.setattr(processes.subprocess, "Popen", Overdue)
+    monkeypatch.setattr(subprocess, "Popen", Overdue)
     result = run_step("hangs", (sys.executable, "-c", HANGS), tmp_path, limit_s=900, small=True)
     assert result["cut"] == "The step was cut after 900 s."
     first, second, third = (result["parts"][name] for name in ("first", "second", "third"))
