@@ -15,7 +15,7 @@ from sglang_inflight.vocabulary.bodies import (
     TensorBody,
     UpdateBody,
 )
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, list_names
 from tests.support.front_end import SETTINGS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run
@@ -130,3 +130,8 @@ def test_second_pause_of_a_window_takes_back_nothing(first: str, second: str, mo
         assert (grant["mode"], grant["paused"]) == (mode, False)
 
     run(play())
+
+
+def test_long_list_of_names_ends_with_the_number_of_the_others() -> None:
+    assert list_names([*"abcdefghij"]) == "a, b, c, d, e, f, g, h and 2 more"
+    assert list_names([*"abcdefgh"]) == "a, b, c, d, e, f, g, h"
