@@ -60,11 +60,16 @@ def _made(penalizer: _BatchedPenalizer) -> tuple[torch.Tensor, torch.Tensor] | N
     batch = penalizer.orchestrator.batch
     # a penalizer does not outlive its batch
     assert batch is not None
+    vocab_size = penalizer.orchestrator.vocab_size
     rows: list[int] = []
     tokens: list[int] = []
     for row, req in enumerate(batch.reqs):
-        # under overlap the next step counts the last token: its own is not sampled by then
-        counted = list(req.output_ids[:-1] if batch.enable_overlap else req.output_ids)
+        counted = list(req.output_ids)
+        if batch.enable_overlap:
+            # each step counts the token that the step before it was given: first the prompt's last
+            counted = [*req.origin_input_ids[-1:], *counted[:-1]] if counted else []
+        # an image's pad value is no token
+        counted = [token for token in counted if token < vocab_size]
         rows += [row] * len(counted)
         tokens += counted
     if not rows:
