@@ -83,11 +83,12 @@ def main() -> None:
     with _low_numbers_kept_free():
         seen, made = _import_all()
     # not at the top: importing SGLang must happen under watch
-    from harness import kept_plan
+    from harness import kept_plan, pace
     from harness.hook_search import HookSearch
 
     HookSearch().install()
     kept_plan.install()
+    pace.install()
     getproctitle()  # finds the title's place, which a new environment hides
     _check_that_forks_are_safe()
     gc.collect()

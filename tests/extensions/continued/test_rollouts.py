@@ -27,7 +27,7 @@ from tests.support.proxy import Proxy
 from tests.support.seats import Seats, hand_back, kill, seats
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
-LENGTH, TOKENS = 40, 400
+LENGTH, TOKENS = 40, 250
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 LONG = {"max_new_tokens": 5000}
 

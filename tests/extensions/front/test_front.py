@@ -33,7 +33,7 @@ FLAGS = (
     "--weight-version", "v0", "--dtype", "float32", "--served-model-name", MODEL,
 )  # fmt: skip
 ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
-TOKENS = 400
+TOKENS = 250
 GENERATE, VLLM = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (GENERATE, VLLM, COMPLETIONS, CHAT)
