@@ -264,6 +264,16 @@ def more_tokens(generations: list[Generation]) -> None:
     until("all get more tokens", lambda: all(g.count >= n for g, n in due))
 
 
+def until_made_by(generation: Generation, version: int) -> None:
+    """Wait until the last three tokens are by ``version``. Older ones may still be on their way."""
+
+    def has_come() -> bool:
+        last = generation.output_so_far().meta["weight_versions"][-1]
+        return bool(last["version"] == f"v{version}" and last["end"] - last["start"] >= 3)
+
+    until(f"tokens by v{version}", has_come)
+
+
 # ---- the scheduler -------------------------------------------------------------------
 
 # open connections are kept: opening one takes longer than a scheduler's step

@@ -27,13 +27,13 @@ from tests.support.load import (
     Generation,
     ask,
     more_tokens,
-    pass_boundaries,
     pause,
     prompt,
     resume,
     settle,
     start_running,
     until,
+    until_made_by,
     update,
 )
 from tests.support.plugins import with_plugin
@@ -41,6 +41,8 @@ from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool
 from tests.test_bad_requests import expect_refusal, generate
 
 LENGTH = 40
+# least number of tokens of a rollout without a commit
+TOKENS = 20
 REPLAY = {"SGLANG_INFLIGHT_REPLAY": "1"}
 FLAGS = (
     "--chunked-prefill-size", str(CHUNK),
@@ -127,19 +129,39 @@ def ended(generation: Generation, folder: Path) -> Rollout:
     return rollout
 
 
+def cut(generation: Generation, folder: Path) -> Rollout:
+    """End an endless rollout, and return it.
+
+    A step on two ranks takes long, so a rollout is no longer than its commits need.
+    """
+    generation.abort()
+    return ended(generation, folder)
+
+
+def retract(server: Server, generations: list[Generation]) -> None:
+    """Retract requests, and wait until each has three tokens more."""
+    pause(server, "retract")
+    counts = settle(server, generations)
+    resume(server)
+    for generation, count in zip(generations, counts, strict=True):
+        generation.wait_for_tokens(count + 3)
+
+
 def across_a_commit(
     server: Server,
     versions: Path,
     folder: Path,
-    tokens: int = 200,
     sampling: dict[str, Any] = GREEDY,
     kv: str = "keep",
 ) -> Rollout:
     """Return a rollout whose first tokens are by v0, and whose last ones are by v1."""
-    generation = begin(server, tokens, sampling)
+    generation = begin(server, ENDLESS, sampling)
     generation.wait_for_tokens(3)
     update(server, versions, 1, kv_cache=kv, **LIVE)
-    return ended(generation, folder)
+    until_made_by(generation, 1)
+    rollout = cut(generation, folder)
+    assert rollout.commits == 1
+    return rollout
 
 
 def replayed(stage: Stage, rollout: Rollout) -> Verdict:
@@ -168,12 +190,14 @@ def test_rollout_across_commits_is_made_again(
     kv: str,
     sampling: dict[str, Any],
 ) -> None:
-    generation = begin(server, 400, sampling)
+    generation = begin(server, ENDLESS, sampling)
     generation.wait_for_tokens(3)
     for version in range(1, commits + 1):
         update(server, versions, version, kv_cache=kv, **LIVE)
-        pass_boundaries(server, 10)
-    rollout = ended(generation, tmp_path)
+        until_made_by(generation, version)
+    # without a commit, too, most tokens come by steps of decoding
+    generation.wait_for_tokens(TOKENS)
+    rollout = cut(generation, tmp_path)
     assert rollout.commits == commits
     assert rollout.retractions == (commits if kv == "recompute" else 0)
     verdict = replayed(stage, rollout)
@@ -183,12 +207,13 @@ def test_rollout_across_commits_is_made_again(
 def test_age_bounded_rollout_is_made_again(
     server: Server, stage: Stage, versions: Path, tmp_path: Path
 ) -> None:
-    generation = begin(server, 400)
+    generation = begin(server, ENDLESS)
     generation.wait_for_tokens(3)
     for version in (1, 2, 3):
         update(server, versions, version, kv_max_age=1, **LIVE)
-        pass_boundaries(server, 10)
-    rollout = ended(generation, tmp_path)
+        until_made_by(generation, version)
+    rollout = cut(generation, tmp_path)
+    assert rollout.commits == 3
     assert rollout.retractions == 1
     verdict = replayed(stage, rollout)
     assert verdict.is_exact, str(verdict)
@@ -197,15 +222,14 @@ def test_age_bounded_rollout_is_made_again(
 def test_retracted_rollout_of_several_chunks_is_made_again(
     server: Server, stage: Stage, versions: Path, tmp_path: Path
 ) -> None:
-    generation = begin(server, 200, input_ids=prompt(2 * CHUNK + 9))
+    generation = begin(server, ENDLESS, input_ids=prompt(2 * CHUNK + 9))
     generation.wait_for_tokens(3)
     pause(server, "retract")
     update(server, versions, 1, kv_cache="keep", **LIVE)
     resume(server)
     more_tokens([generation])
-    pause(server, "retract")
-    resume(server)
-    rollout = ended(generation, tmp_path)
+    retract(server, [generation])
+    rollout = cut(generation, tmp_path)
     assert (rollout.commits, rollout.retractions) == (1, 2)
     verdict = replayed(stage, rollout)
     assert verdict.is_exact, str(verdict)
@@ -220,10 +244,12 @@ def test_rollout_on_older_prefixes_is_made_again(
             update(server, versions, version, kv_cache="keep", **LIVE)
         if length is not None:
             ask(server, "POST", "/generate", generate(input_ids=long[:length])[1])
-    generation = begin(server, 100, input_ids=long)
+    generation = begin(server, ENDLESS, input_ids=long)
     generation.wait_for_tokens(3)
     update(server, versions, 3, kv_cache="keep", **LIVE)
-    rollout = ended(generation, tmp_path)
+    until_made_by(generation, 3)
+    rollout = cut(generation, tmp_path)
+    assert rollout.commits == 1
     assert [version for version, _, _ in rollout.prefix] == ["v0", "v1"]
     verdict = replayed(stage, rollout)
     assert verdict.is_exact, str(verdict)
@@ -234,17 +260,19 @@ def test_rollout_beside_others_has_the_same_tokens_when_made_alone(
 ) -> None:
     """A CPU's matrix products depend on the batch in their last bits."""
     others = start_running(server, 3, tokens=ENDLESS)
-    generations = [begin(server, 200, DRAWN, prompt(LENGTH + i)) for i in range(3)]
+    generations = [begin(server, ENDLESS, DRAWN, prompt(LENGTH + i)) for i in range(3)]
     for generation in generations:
         generation.wait_for_tokens(3)
     update(server, versions, 1, kv_cache="recompute", **LIVE)
-    pause(server, "retract")
-    resume(server)
-    rollouts = [ended(generation, tmp_path) for generation in generations]
+    for generation in generations:
+        until_made_by(generation, 1)
+    retract(server, generations)
+    rollouts = [cut(generation, tmp_path) for generation in generations]
     for other in others:
         other.abort()
         other.wait_for_end()
     for rollout in rollouts:
+        assert rollout.commits == 1
         verdict = examine(stage, rollout, [], 0.05).verdict
         assert verdict.is_equal, str(verdict)
 
@@ -277,11 +305,11 @@ def test_shifted_commit_is_named(
 def test_log_probabilities_under_another_version(
     server: Server, stage: Stage, versions: Path, tmp_path: Path
 ) -> None:
-    rollout = ended(begin(server, 50, DRAWN), tmp_path)
+    rollout = ended(begin(server, TOKENS, DRAWN), tmp_path)
     report = examine(stage, rollout, ["v0", "v2"], 0.0)
     assert report.verdict.is_exact
     (same,), (other,) = report.mismatches["v0"], report.mismatches["v2"]
-    assert (same.version, same.tokens, same.largest) == ("v0", 50, 0.0)
+    assert (same.version, same.tokens, same.largest) == ("v0", TOKENS, 0.0)
     assert other.mean > 0.1
     # the same as by a pin beside training
     update(server, versions, 2, kv_cache="recompute", **LIVE)
@@ -325,7 +353,7 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
     folder = tmp_path / "answers"
     folder.mkdir()
     for sampling in (GREEDY, DRAWN):
-        across_a_commit(one_rank, versions, folder, 100, sampling)
+        across_a_commit(one_rank, versions, folder, sampling)
         update(one_rank, versions, 0, kv_cache="recompute", **LIVE)
     given = [
         argument
@@ -342,7 +370,7 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
     )
     (file, *_) = sorted(folder.iterdir())
     answer = json.loads(file.read_text())
-    answer["output_ids"][7] ^= 1
+    answer["output_ids"][2] ^= 1
     file.write_text(json.dumps(answer))
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 1
@@ -357,7 +385,7 @@ def test_command_starts_a_server_like_the_recorded_one(
     one_rank: Server, pool: ServerPool, versions: Path, tmp_path: Path
 ) -> None:
     """The loop without overlap is no default, so the command has to pass it on."""
-    across_a_commit(one_rank, versions, tmp_path, 60, kv="recompute")
+    across_a_commit(one_rank, versions, tmp_path, kv="recompute")
     # one server at a time
     pool.discard()
     given = [f"--checkpoint=v{version}={versions / f'v{version}'}" for version in range(2)]
@@ -371,7 +399,7 @@ def test_command_starts_a_server_like_the_recorded_one(
 def test_failed_repetition_leaves_the_server_serving(
     one_rank: Server, versions: Path, tmp_path: Path
 ) -> None:
-    rollout = across_a_commit(one_rank, versions, tmp_path, 100)
+    rollout = across_a_commit(one_rank, versions, tmp_path)
     paths = {"v0": str(versions / "v0"), "v1": str(tmp_path)}
     with Stage(one_rank.url, paths) as stage, pytest.raises(InflightError, match="cannot be read"):
         stage.play(rollout, forces=True)
