@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from harness.server import Server
+from harness.starting import Process, start
 from sglang_inflight.cli import app
 from sglang_inflight.extensions.replay.compare import Verdict
 from sglang_inflight.extensions.replay.examine import examine
@@ -380,14 +384,26 @@ def test_command_replays_a_folder(one_rank: Server, versions: Path, tmp_path: Pa
     assert "no checkpoint for version 'v1'" in result.output
 
 
+def _fork(command: list[str], *, env: dict[str, str], stdout: Any, stderr: int) -> Process:
+    assert (command[0], stderr) == (sys.executable, subprocess.STDOUT)
+    return start(command[1:], output=stdout, env=env)
+
+
 @pytest.mark.parametrize("one_rank", ["replay_normal_loop"], indirect=True)
 def test_command_starts_a_server_like_the_recorded_one(
-    one_rank: Server, pool: ServerPool, versions: Path, tmp_path: Path
+    one_rank: Server,
+    pool: ServerPool,
+    versions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loop without overlap is no default, so the command has to pass it on."""
     across_a_commit(one_rank, versions, tmp_path, kv="recompute")
     # one server at a time
     pool.discard()
+    # a fork has the imports and the plan of patches, which take a fresh process most of a minute
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": _fork})
+    monkeypatch.setattr("sglang_inflight.extensions.replay.start.subprocess", forking)
     given = [f"--checkpoint=v{version}={versions / f'v{version}'}" for version in range(2)]
     # the tests' servers have their own; others would set memory aside
     more = ["--server-args", "--max-total-tokens 65536 --skip-server-warmup"]
