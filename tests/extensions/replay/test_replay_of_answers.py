@@ -16,8 +16,8 @@ from tests.extensions.replay.test_replay import (
     DRAWN,
     FLAGS,
     LENGTH,
-    LIVE,
     REPLAY,
+    across_a_commit,
     begin,
     build_first,
     ended,
@@ -105,10 +105,7 @@ def test_trainers_log_probabilities_are_compared_by_version(
     """The trainer of this test computes log probabilities 0.25 nats below the server's."""
     folder = tmp_path / "answers"
     folder.mkdir()
-    generation = begin(server, 200)
-    generation.wait_for_tokens(3)
-    update(server, versions, 1, kv_cache="keep", **LIVE)
-    rollout = ended(generation, folder)
+    rollout = across_a_commit(server, versions, folder)
     assert rollout.logprobs is not None
     trained = tmp_path / "trainer.json"
     trained.write_text(json.dumps({rollout.name: [each - 0.25 for each in rollout.logprobs]}))
@@ -123,7 +120,9 @@ def test_trainers_log_probabilities_are_compared_by_version(
     trained.write_text("[[-1.0]]")
     result = command(server, versions, str(folder), "--trainer", str(trained))
     assert result.exit_code == 1
-    assert f"needs 200 log probabilities for {rollout.name}" in " ".join(result.output.split())
+    assert f"needs {len(rollout.tokens)} log probabilities for {rollout.name}" in " ".join(
+        result.output.split()
+    )
 
 
 def test_server_without_the_setting_says_what_it_lacks(

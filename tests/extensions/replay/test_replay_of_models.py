@@ -9,14 +9,13 @@ import pytest
 from harness import marker
 from sglang_inflight.extensions.replay.examine import examine
 from sglang_inflight.extensions.replay.play import Stage
-from tests.extensions.replay.test_replay import DRAWN, REPLAY, begin, ended
+from tests.extensions.replay.test_replay import DRAWN, REPLAY, begin, cut, retract
 from tests.support import lora, routed
-from tests.support.load import ask, pass_boundaries, pause, resume, update
+from tests.support.load import ENDLESS, ask, until_made_by, update
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.records import SERVING
 
 COMMITS = 5
-TOKENS = 300
 FLAVOURS |= {
     "replay_routed": Flavour(
         (*SERVING, "--weight-version", "v0", "--chunked-prefill-size", "32"),
@@ -37,15 +36,14 @@ def test_routes_of_a_rollout_across_five_commits_are_the_same_again(
 ) -> None:
     paths = {f"v{i}": str(routed.build(tmp_path / f"v{i}", i)) for i in range(COMMITS + 1)}
     server = pool.get(FLAVOURS["replay_routed"])
-    generation = begin(server, TOKENS, DRAWN, return_routed_experts=True)
+    generation = begin(server, ENDLESS, DRAWN, return_routed_experts=True)
     generation.wait_for_tokens(3)
     for version in range(1, COMMITS + 1):
         kv = "keep" if version % 2 else "recompute"
         update(server, tmp_path, version, kv_cache=kv, non_blocking=True)
-        pass_boundaries(server, 10)
-    pause(server, "retract")
-    resume(server)
-    rollout = ended(generation, tmp_path)
+        until_made_by(generation, version)
+    retract(server, [generation])
+    rollout = cut(generation, tmp_path)
     assert rollout.commits == COMMITS
     assert rollout.rows.keys() == {"routed_experts"}
     with Stage(server.url, paths) as stage:
@@ -66,10 +64,11 @@ def test_rollout_of_an_adapter_is_made_again(pool: ServerPool, tmp_path: Path, n
     folder = lora.write(tmp_path / "adapter", lora.tensors(number))
     name = f"adapter-{number}"
     ask(server, "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-    generation = begin(server, TOKENS, DRAWN, lora_path=name)
+    generation = begin(server, ENDLESS, DRAWN, lora_path=name)
     generation.wait_for_tokens(3)
     update(server, tmp_path, 1, kv_cache="keep", non_blocking=True)
-    rollout = ended(generation, tmp_path)
+    until_made_by(generation, 1)
+    rollout = cut(generation, tmp_path)
     assert rollout.record.adapter == name
     with Stage(server.url, {"v0": str(first), "v1": str(tmp_path / "v1")}) as stage:
         verdict = examine(stage, rollout, [], 0.0).verdict

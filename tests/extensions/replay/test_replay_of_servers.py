@@ -26,10 +26,21 @@ from tests.extensions.replay.test_replay import (
     REPLAY,
     begin,
     build_first,
+    cut,
     ended,
     make_stage,
 )
-from tests.support.load import ask, prompt, update
+from tests.support.load import (
+    ENDLESS,
+    ask,
+    pause,
+    prompt,
+    resume,
+    settle,
+    until,
+    until_made_by,
+    update,
+)
 from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool
 
 BESIDE_OTHERS = 0.05
@@ -90,10 +101,14 @@ def test_softly_refreshed_rollout_is_made_again(
     served: Server, versions: Path, tmp_path: Path
 ) -> None:
     length = 3 * BUDGET
-    generation = begin(served, 200, input_ids=prompt(length))
+    generation = begin(served, ENDLESS, input_ids=prompt(length))
     generation.wait_for_tokens(3)
     update(served, versions, 1, kv_max_age=0, **LIVE)
-    rollout = ended(generation, tmp_path)
+    until(
+        "its old KV is recomputed",
+        lambda: generation.output_so_far().meta["num_retractions"] == 1,
+    )
+    rollout = cut(generation, tmp_path)
     assert (rollout.commits, rollout.retractions) == (1, 1)
     chunks = [event[2] - event[1] for event in rollout.record.events if event[0] == "prefill"][1:]
     assert len(chunks) > 1
@@ -105,13 +120,15 @@ def test_softly_refreshed_rollout_is_made_again(
 def test_rollouts_of_mixed_chunks_are_made_again(
     served: Server, versions: Path, tmp_path: Path
 ) -> None:
-    first = begin(served, 300, DRAWN)
+    first = begin(served, ENDLESS, DRAWN)
     first.wait_for_tokens(3)
     # its chunks are computed beside steps of decoding
-    second = begin(served, 100, DRAWN, prompt(3 * CHUNK))
+    second = begin(served, ENDLESS, DRAWN, prompt(3 * CHUNK))
     second.wait_for_tokens(3)
     update(served, versions, 1, kv_cache="keep", **LIVE)
-    rollouts = [ended(generation, tmp_path) for generation in (first, second)]
+    for generation in (first, second):
+        until_made_by(generation, 1)
+    rollouts = [cut(generation, tmp_path) for generation in (first, second)]
     assert [rollout.commits for rollout in rollouts] == [1, 1]
     expect_again(served, versions, rollouts, BESIDE_OTHERS)
 
@@ -122,11 +139,13 @@ def test_rollouts_that_share_recomputed_kv_are_made_again(
 ) -> None:
     """After the commit the second one finds the prompt's KV, which the first one has recomputed."""
     input_ids = prompt(CHUNK + LENGTH)
-    generations = [begin(served, 200, input_ids=input_ids) for _ in range(2)]
+    generations = [begin(served, ENDLESS, input_ids=input_ids) for _ in range(2)]
     for generation in generations:
         generation.wait_for_tokens(3)
     update(served, versions, 1, kv_cache="recompute", **LIVE)
-    rollouts = [ended(generation, tmp_path) for generation in generations]
+    for generation in generations:
+        until_made_by(generation, 1)
+    rollouts = [cut(generation, tmp_path) for generation in generations]
     assert any(added_prefills(rollout) for rollout in rollouts)
     expect_again(served, versions, rollouts, BESIDE_OTHERS)
 
@@ -151,11 +170,16 @@ def test_pinned_rollout_is_made_again(
 ) -> None:
     """Version 0 is the previous one at the request's start, and version 1 then becomes it."""
     update(served, versions, 1, kv_cache="recompute", **LIVE)
-    generation = begin(served, 200, {**GREEDY, "custom_params": {"weight_version": pinned}})
+    generation = begin(served, ENDLESS, {**GREEDY, "custom_params": {"weight_version": pinned}})
     generation.wait_for_tokens(3)
     if pinned == "v1":
         update(served, versions, 2, kv_cache="recompute", **LIVE)
-    rollout = ended(generation, tmp_path)
+        # the pause tells which tokens came before the commit
+        pause(served, "in_place")
+        (before,) = settle(served, [generation])
+        resume(served)
+        generation.wait_for_tokens(before + 3)
+    rollout = cut(generation, tmp_path)
     assert {span.version for span in rollout.made_by} == {pinned}
     assert rollout.commits == 0
     assert rollout.record.version(rollout.record.epoch) == pinned
