@@ -35,7 +35,8 @@ EOS = 2
 # a token of the marker is its word, perhaps behind a space
 GRAMMAR = "( ?t301| ?t302)( ?t303)( ?t304)"
 LIVE: dict[str, Any] = {"non_blocking": True}
-LONG = 2000
+# tokens of a request that goes on while its test makes one or two calls
+LONG = 500
 
 
 def forced(tokens: list[int], more: int | None = None, **params: Any) -> dict[str, Any]:

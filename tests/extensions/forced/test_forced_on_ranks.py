@@ -51,7 +51,7 @@ def test_requests_of_all_ranks_emit_their_own_tokens(server: Server) -> None:
 def test_given_tokens_go_on_across_a_retraction_and_a_commit(
     server: Server, tmp_path: Path
 ) -> None:
-    tokens = prompt(LONG // 4)
+    tokens = prompt(LONG)
     generation = emit(server, tokens, 5, input_ids=prompt(CHUNK + 9))
     generation.wait_for_tokens(3)
     pause(server, "retract")
