@@ -39,6 +39,7 @@ from tests.support.updates import expect_served, misshapen, refuse, serving, ten
 # one zygote serves all tests without compiled code, see ``drafting``
 pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
 
+DISK = "/update_weights_from_disk"
 STEP = 4  # tokens, where all drafts are accepted
 STEPS = 10
 TOKENS = 1 + STEPS * STEP  # the prefill makes the first
@@ -91,52 +92,72 @@ def expect_updates_in_flight(server: Server, checkpoints: Path) -> None:
         expect_spans_in_chunks(output)
 
 
+@pytest.fixture(scope="module")
+def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eagle.build(tmp_path_factory.mktemp("drafts") / "agreeing", agrees=True)
+
+
+@pytest.fixture(scope="module")
+def served(
+    checkpoints: Path, agreeing: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("drafted")
+    with drafting("EAGLE", checkpoints / "v0", agreeing, folder) as server:
+        yield server
+
+
+@pytest.fixture
+def drafted(served: Server, checkpoints: Path, agreeing: Path) -> Server:
+    """A server of version 0 whose draft agrees with it."""
+    update(served, checkpoints, 0, non_blocking=True, kv_cache="recompute")
+    body = {"model_path": str(agreeing), "selector": "draft", "non_blocking": True}
+    ask(served, "POST", DISK, body)
+    return served
+
+
 def test_draft_with_the_targets_head_goes_live_with_the_target(
-    checkpoints: Path, tmp_path: Path
+    drafted: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False)
-    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
-        expect_updates_in_flight(server, checkpoints)
-        # both in one update: the shared head swaps once
-        ask(server, "POST", "/begin_weight_update", {})
-        update(server, checkpoints, 4)
-        body = {"model_path": str(other), "selector": "draft"}
-        ask(server, "POST", "/update_weights_from_disk", body)
-        ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
-        expect_drafts(server, accepted=False)
-        assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v4")
-        ask(server, "POST", "/inflight/rollback", {})
-        expect_drafts(server, accepted=True)
-        # one set of tensors for both models: none may be missing
-        body = tensor_body(marker.tensors(5), selector="all", partial=False, non_blocking=True)
-        ask(server, "POST", "/update_weights_from_tensor", body | {"weight_version": "v5"})
-        expect_drafts(server, accepted=True)
-
-
-def test_draft_update_leaves_the_targets_weights_alone(checkpoints: Path, tmp_path: Path) -> None:
-    """The target's tensors stay even if the draft's checkpoint holds a tensor of the same name."""
-    draft = eagle.build(tmp_path / "draft", agrees=True)
-    other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
-    disk = "/update_weights_from_disk"
+    expect_updates_in_flight(drafted, checkpoints)
+    # both in one update: the shared head swaps once
+    ask(drafted, "POST", "/begin_weight_update", {})
+    update(drafted, checkpoints, 4)
     body = {"model_path": str(other), "selector": "draft"}
-    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
-        ask(server, "POST", disk, body | {"non_blocking": True, "flush_cache": False})
-        expect_drafts(server, accepted=False)
-        expect_served(server, 0)
-        (before,) = serving(server)
-        # the same values as before; every other tensor is read anew
-        part = {"lm_head.weight": marker.tensors(0)["lm_head.weight"]}
-        same = tensor_body(part, selector="target", partial=True, non_blocking=True)
-        ask(server, "POST", "/update_weights_from_tensor", same)
-        (after,) = serving(server)
-        assert after[-1] == before[-1]
-        # within one session, the order of target and draft makes no difference
-        ask(server, "POST", "/begin_weight_update", {})
-        update(server, checkpoints, 1)
-        ask(server, "POST", disk, body)
-        ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
-        expect_served(server, 1)
+    ask(drafted, "POST", DISK, body)
+    ask(drafted, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
+    expect_drafts(drafted, accepted=False)
+    assert ask(drafted, "GET", "/model_info")["model_path"] == str(checkpoints / "v4")
+    ask(drafted, "POST", "/inflight/rollback", {})
+    expect_drafts(drafted, accepted=True)
+    # one set of tensors for both models: none may be missing
+    body = tensor_body(marker.tensors(5), selector="all", partial=False, non_blocking=True)
+    ask(drafted, "POST", "/update_weights_from_tensor", body | {"weight_version": "v5"})
+    expect_drafts(drafted, accepted=True)
+
+
+def test_draft_update_leaves_the_targets_weights_alone(
+    drafted: Server, checkpoints: Path, tmp_path: Path
+) -> None:
+    """The target's tensors stay even if the draft's checkpoint holds a tensor of the same name."""
+    other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
+    body = {"model_path": str(other), "selector": "draft"}
+    ask(drafted, "POST", DISK, body | {"non_blocking": True, "flush_cache": False})
+    expect_drafts(drafted, accepted=False)
+    expect_served(drafted, 0)
+    (before,) = serving(drafted)
+    # the same values as before; every other tensor is read anew
+    part = {"lm_head.weight": marker.tensors(0)["lm_head.weight"]}
+    same = tensor_body(part, selector="target", partial=True, non_blocking=True)
+    ask(drafted, "POST", "/update_weights_from_tensor", same)
+    (after,) = serving(drafted)
+    assert after[-1] == before[-1]
+    # within one session, the order of target and draft makes no difference
+    ask(drafted, "POST", "/begin_weight_update", {})
+    update(drafted, checkpoints, 1)
+    ask(drafted, "POST", DISK, body)
+    ask(drafted, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
+    expect_served(drafted, 1)
 
 
 @pytest.mark.parametrize("staging", ["off", "device", "changes"])
@@ -148,24 +169,23 @@ def test_update_of_a_draft_or_its_post_processed_target_changes_both(
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
     torn_target = misshapen(tmp_path / "torn", post_processed.CONFIG)
-    disk = "/update_weights_from_disk"
     of_draft = {"model_path": str(other), "selector": "draft"}
     plugins = ["post_processing"]
     with drafting("EAGLE", target, draft, tmp_path, plugins=plugins, staging=staging) as server:
         expect_served(server, 0)
-        ask(server, "POST", disk, of_draft)
+        ask(server, "POST", DISK, of_draft)
         expect_served(server, 0)
         # a session for both models, with tensors for one
         begun = {"non_blocking": True, "selector": "all"}
         session = {"session_id": ask(server, "POST", "/begin_weight_update", begun)["session_id"]}
-        ask(server, "POST", disk, of_draft | session)
+        ask(server, "POST", DISK, of_draft | session)
         ask(server, "POST", "/end_weight_update", session)
         expect_served(server, 0)
-        refuse(server.post(disk, {"model_path": str(torn_target)}), "model.norm.weight")
+        refuse(server.post(DISK, {"model_path": str(torn_target)}), "model.norm.weight")
         if staging == "off":
             # a partially written model is repaired only by an update of that model
-            refuse(server.post(disk, of_draft), "target", "partially written")
-            ask(server, "POST", disk, {"model_path": str(target)})
+            refuse(server.post(DISK, of_draft), "target", "partially written")
+            ask(server, "POST", DISK, {"model_path": str(target)})
         expect_served(server, 0)
 
 
@@ -224,7 +244,7 @@ def test_released_draft_comes_back_without_an_update(checkpoints: Path, tmp_path
             if keep:
                 assert "not sent yet" in status(server)["memory"]["hollow"]
                 ask(
-                    server, "POST", "/update_weights_from_disk",
+                    server, "POST", DISK,
                     {"model_path": str(draft), "selector": "draft"},
                 )  # fmt: skip
             assert status(server)["memory"]["hollow"] is None
@@ -256,9 +276,10 @@ def test_accepted_tokens_have_the_routes_of_their_own_version(tmp_path: Path) ->
     row_by = ["v0"] * (len(ids) - 1) + made_by
     rows = routes_of(output.meta).tolist()
     assert len(rows) == len(row_by)
-    for name in ("v0", "v1"):
-        with single_version(tmp_path / name, tmp_path / "alone.log") as alone:
+    with single_version(tmp_path / "v0", tmp_path / "alone.log") as alone:
+        for version in range(2):
+            update(alone, tmp_path, version)
             expected = ask_for_routes(alone, ids + output.tokens[:-1])
-        own = [position for position, label in enumerate(row_by) if label == name]
-        assert [rows[p] for p in own] == [expected[p] for p in own]
-        assert len({str(rows[p]) for p in own}) > 2
+            own = [place for place, label in enumerate(row_by) if label == f"v{version}"]
+            assert [rows[p] for p in own] == [expected[p] for p in own]
+            assert len({str(rows[p]) for p in own}) > 2
