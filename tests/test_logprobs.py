@@ -79,8 +79,9 @@ def _is_kept(name: str) -> bool:
     return layer is None or int(layer[1]) < LAYERS
 
 
+# the name of a flavour, such as ``replay``, would part these tests from the others of their server
 @pytest.fixture(scope="module")
-def replay(versions: Versions) -> Replay:
+def reference(versions: Versions) -> Replay:
     return Replay(versions)
 
 
@@ -146,11 +147,11 @@ def generate_across(real: Server, versions: Versions, kv_cache: str) -> Any:
     return ended(generation)
 
 
-def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) -> None:
+def expect_logprobs(answer: Any, reference: Replay, kv: list[str] | None = None) -> None:
     meta = answer["meta_info"]
     output = answer["output_ids"]
     returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    expected = replay.logprobs(
+    expected = reference.logprobs(
         PROMPT, output, labels_of(meta["weight_versions"]), kv or labels_of(meta["kv_versions"])
     )
     assert len(returned) == len(expected) == len(output)
@@ -167,32 +168,32 @@ def test_update_accepts_a_tied_head_beside_the_embeddings(real: Server, versions
     assert (receipt["weight_version"], receipt["tensors"]) == ("v2", 2)
 
 
-def test_logprobs_match_the_reference_without_an_update(real: Server, replay: Replay) -> None:
+def test_logprobs_match_the_reference_without_an_update(real: Server, reference: Replay) -> None:
     answer = generate(real)
     assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v0"}
-    expect_logprobs(answer, replay)
+    expect_logprobs(answer, reference)
 
 
-def test_reference_tells_versions_apart(real: Server, replay: Replay) -> None:
+def test_reference_tells_versions_apart(real: Server, reference: Replay) -> None:
     """Otherwise the other tests would prove nothing."""
     answer = generate(real)
     kv = labels_of(answer["meta_info"]["kv_versions"])
     with pytest.raises(AssertionError, match="token"):
-        expect_logprobs(answer, replay, kv=["v1"] * (len(PROMPT) // 2) + kv[len(PROMPT) // 2 :])
+        expect_logprobs(answer, reference, kv=["v1"] * (len(PROMPT) // 2) + kv[len(PROMPT) // 2 :])
 
 
 @pytest.mark.parametrize("kv_cache", ["fence", "keep"])
 def test_logprobs_match_across_a_commit_with_old_kv(
-    real: Server, versions: Versions, replay: Replay, kv_cache: str
+    real: Server, versions: Versions, reference: Replay, kv_cache: str
 ) -> None:
     answer = generate_across(real, versions, kv_cache)
     assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v0", "v1"}
     assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
-    expect_logprobs(answer, replay)
+    expect_logprobs(answer, reference)
 
 
 def test_logprobs_match_across_a_commit_with_recomputed_kv(
-    real: Server, versions: Versions, replay: Replay
+    real: Server, versions: Versions, reference: Replay
 ) -> None:
     """A token from before the commit keeps its log-probability."""
     answer = generate_across(real, versions, "recompute")
@@ -203,14 +204,14 @@ def test_logprobs_match_across_a_commit_with_recomputed_kv(
     returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
     for version in ("v0", "v1"):
         kv = [version] * (len(PROMPT) + len(made_by) - 1)
-        expected = replay.logprobs(PROMPT, answer["output_ids"], [version] * len(made_by), kv)
+        expected = reference.logprobs(PROMPT, answer["output_ids"], [version] * len(made_by), kv)
         mine = [i for i, label in enumerate(made_by) if label == version]
         for index in mine:
             assert abs(returned[index] - expected[index]) < CLOSE, (index, meta)
 
 
 def test_logprobs_match_after_a_reused_old_prefix(
-    real: Server, versions: Versions, replay: Replay
+    real: Server, versions: Versions, reference: Replay
 ) -> None:
     generate(real, tokens=1, prompt=PROMPT[:REUSED])
     update(real, versions, "v1", kv_cache="keep")
@@ -218,16 +219,16 @@ def test_logprobs_match_after_a_reused_old_prefix(
     assert answer["meta_info"]["cached_tokens"] == REUSED
     assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v1"}
     assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
-    expect_logprobs(answer, replay)
+    expect_logprobs(answer, reference)
 
 
-def test_logprobs_match_behind_a_fence(real: Server, versions: Versions, replay: Replay) -> None:
+def test_logprobs_match_behind_a_fence(real: Server, versions: Versions, reference: Replay) -> None:
     generate(real, tokens=1, prompt=PROMPT[:REUSED])
     update(real, versions, "v1", kv_cache="fence")
     answer = generate(real)
     assert answer["meta_info"]["cached_tokens"] == 0
     assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v1"}
-    expect_logprobs(answer, replay)
+    expect_logprobs(answer, reference)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def most_likely(real: Server, prompt: list[int], tokens: int) -> list[tuple[int,
 
 
 def test_logprobs_match_when_kv_is_kept_for_one_commit(
-    real: Server, versions: Versions, replay: Replay
+    real: Server, versions: Versions, reference: Replay
 ) -> None:
     """Under the bound 1 the second commit recomputes the KV, and the third one keeps it."""
     generation = begun(real)
@@ -314,7 +315,7 @@ def test_logprobs_match_when_kv_is_kept_for_one_commit(
     for span, kv in zip(spans, read, strict=True):
         begin, end = span["start"], span["end"]
         until_end = kv[: length + end - 1]
-        expected = replay.logprobs(PROMPT, answer["output_ids"], made_by, until_end, begin)
+        expected = reference.logprobs(PROMPT, answer["output_ids"], made_by, until_end, begin)
         for index, value in enumerate(expected, begin):
             assert abs(returned[index] - value) < CLOSE, (index, spans)
         assert begin + len(expected) == end

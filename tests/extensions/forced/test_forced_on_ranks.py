@@ -9,7 +9,7 @@ import pytest
 
 from harness.marker import build_stages, token
 from harness.server import Server
-from tests.extensions.forced.test_forced import LIVE, LONG, emit, expect_emitted, expect_own_tokens
+from tests.extensions.forced.test_forced import LIVE, emit, expect_emitted, expect_own_tokens
 from tests.support.load import pause, prompt, resume, update, versions_of
 from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool
@@ -19,6 +19,10 @@ _COMMON = (
     "--max-running-requests", str(MAX_RUNNING),
     "--weight-version", "v0",
 )  # fmt: skip
+
+
+# a step of several ranks takes ten times as long as one of a single rank
+LONG = 80
 
 
 def build(folder: Path) -> Path:

@@ -26,7 +26,7 @@ LOOPS = add_both_loops(
 @pytest.fixture(params=LOOPS)
 def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
     yield pool.get(FLAVOURS[request.param])
-    pool.discard()
+    pool.restore()
 
 
 def generate(server: Server, input_ids: list[int], **sampling: Any) -> Any:

@@ -184,11 +184,11 @@ def test_setting_is_the_policy_of_a_session_that_names_none(
 
 
 def test_samples_of_a_prompt_recompute_it_once(server: Server, checkpoints: Path) -> None:
-    (group,) = start_running(server, 1, tokens=600, n=4, input_ids=prompt(LENGTH))
+    (group,) = start_running(server, 1, tokens=300, n=4, input_ids=prompt(LENGTH))
     before = refreshed(server)
     commit(server, checkpoints, 1, kv_max_age=0)
     for output in group.outputs():
-        assert len(output.tokens) == 600
+        assert len(output.tokens) == 300
         assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
         assert output.meta["num_retractions"] == 1
     own = sum(sum(token == FIRST for token in output.tokens) for output in group.outputs())
