@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import multiprocessing.util
 import os
 import pickle
@@ -13,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
 _MOST_FDS = 253  # limit of one message in Linux
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
@@ -33,10 +36,11 @@ def limits_of_this_process() -> dict[int, tuple[int, int]]:
 class Command:
     """A command, and all the state a started process inherits from its parent."""
 
-    arguments: Sequence[str]  # the arguments of ``python``, from ``-m`` or ``-c`` on
+    arguments: Sequence[str]  # the arguments of ``python``, from ``-u``, ``-m`` or ``-c`` on
     env: Mapping[str, str]
     fds: Sequence[int]  # descriptor numbers, the same in both processes, or their targets
     own_group: bool = False  # own process group, and death with the parent
+    forks_commands: bool = False  # what it starts by ``subprocess`` is forked, too
     cwd: str = field(default_factory=os.getcwd)
     cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     limits: Mapping[int, tuple[int, int]] = field(default_factory=limits_of_this_process)
@@ -78,11 +82,53 @@ class Zygote:
         util.spawnv_passfds = fork
         return end
 
+    def take_over_commands(self, has_same_imports: Callable[[Mapping[str, str]], bool]) -> None:
+        """Make ``subprocess`` ask the zygote for commands of this Python.
+
+        A command is started fresh in an environment without ``has_same_imports``.
+        """
+        popen: Any = subprocess.Popen
+        start: Callable[..., None] = popen._execute_child
+        signature = inspect.signature(start)
+
+        def execute(process: Any, *args: Any) -> None:
+            asked = signature.bind(process, *args).arguments
+            env = dict(os.environ if asked["env"] is None else asked["env"])
+            if not _is_forkable(asked) or not has_same_imports(env):
+                start(process, *args)
+                return
+            command = Command(
+                asked["args"][1:],
+                env,
+                fds=(0, 1, 2),
+                own_group=asked["start_new_session"] or asked["process_group"] == 0,
+                forks_commands=True,
+                cwd=os.fspath(asked["cwd"] or os.getcwd()),
+            )
+            theirs = (asked[name] for name in ("p2cread", "c2pwrite", "errwrite"))
+            # -1 stands for the own one
+            fds = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
+            process.pid = self.fork(command, fds)
+            process._child_created = True
+            process._close_pipe_fds(*(asked[name] for name in _PIPES))
+
+        popen._execute_child = execute
+
     def hear(self) -> Any:
         received = receive(self._connection)
         if received is None:
             raise EOFError("the zygote has ended")
         return received[0]
+
+
+def _is_forkable(asked: Mapping[str, Any]) -> bool:
+    """Tell whether ``subprocess`` is asked for a command of this Python and nothing else."""
+    words = asked["args"]
+    if asked["shell"] or isinstance(words, str | bytes | os.PathLike) or len(words) < 3:
+        return False
+    has_own_state = asked["preexec_fn"] or asked["pass_fds"] or asked["executable"]
+    option = words[2] if words[1] == "-u" else words[1]
+    return not has_own_state and words[0] == sys.executable and option in ("-m", "-c")
 
 
 def send(connection: socket.socket, content: Any, fds: Sequence[int] = ()) -> None:

@@ -54,11 +54,13 @@ def start(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
+    forks_commands: bool = False,
 ) -> Process:
     """Run ``python`` with these arguments, in a process group of its own.
 
     Errors go to ``output`` unless ``errors`` is given. ``env`` is added to our environment. A
-    process that is not ``fresh`` is forked and skips the imports.
+    process that is not ``fresh`` is forked and skips the imports. With ``forks_commands`` so do the
+    commands of this Python that it starts by ``subprocess``.
     """
     env = {**_environment(), **(env or {})}
     # we wait for orphans of an ended process
@@ -77,7 +79,9 @@ def start(
             # work could wait for seconds while a server keeps all cores busy
             process_group=0,
         )
-    command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
+    command = Command(
+        arguments, env, (0, 1, 2), own_group=True, forks_commands=forks_commands, cwd=str(folder)
+    )
     with open(os.devnull, "rb") as nothing:
         files = (reads or nothing, output, errors or output)
         return Forked(zygote.fork(command, [file.fileno() for file in files]))

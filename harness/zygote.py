@@ -32,7 +32,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,12 @@ def main() -> None:
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
     send(connection, seen)
-    command = _fork(connection)
+
+    def has_same_imports(env: Mapping[str, str]) -> bool:
+        # a fork's environment has what the imports made
+        return all(env.get(name) in (was, made.get(name, was)) for name, was in seen.items())
+
+    command = _fork(connection, has_same_imports)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _become(command, made)
     _run(command.arguments)
@@ -151,8 +156,13 @@ def _check_that_forks_are_safe() -> None:
         raise SystemExit(f"an import started threads, which a fork would lose: {threads}")
 
 
-def _fork(connection: socket.socket) -> Command:
-    """Fork for each command. Return in the forked processes only."""
+def _fork(
+    connection: socket.socket, has_same_imports: Callable[[Mapping[str, str]], bool]
+) -> Command:
+    """Fork for each command. Return in the forked processes only.
+
+    ``has_same_imports`` tells whether imports in an environment would be those of this process.
+    """
     while True:
         received = receive(connection)
         if received is None:
@@ -176,7 +186,10 @@ def _fork(connection: socket.socket) -> Command:
             continue
         connection.close()
         become_subreaper()
-        Zygote(ours).take_over_spawn()
+        zygote = Zygote(ours)
+        zygote.take_over_spawn()
+        if command.forks_commands:
+            zygote.take_over_commands(has_same_imports)
         return command
 
 
@@ -231,7 +244,7 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**made, **command.env})
     os.chdir(command.cwd)
-    first = command.cwd if command.arguments[0] == "-m" else ""
+    first = command.cwd if "-m" in command.arguments[:2] else ""
     sys.path[:] = [first, *(entry for entry in sys.path[1:] if entry not in had)]
     # before the standard library, and after site-packages' entries at the front
     place = sys.path.index(_STANDARD_LIBRARY)
@@ -250,7 +263,11 @@ def _added_to_path() -> list[str]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run ``-m MODULE …`` or ``-c CODE …`` like ``python``."""
+    """Run ``-m MODULE …`` or ``-c CODE …``, perhaps after ``-u``, like ``python``."""
+    if arguments[0] == "-u":
+        # output waits for its line alone
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        arguments = arguments[1:]
     option, what, *_ = arguments
     if option == "-m":
         sys.argv = list(arguments[1:])

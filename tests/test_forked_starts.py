@@ -36,6 +36,29 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 print([plugins._plugins_loaded, len(HookRegistry._hooks)])
 """
 
+# starts a child the way torchrun starts its processes
+COMMANDS = """
+import subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-u", "-c", sys.argv[1], "one", "two"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+)
+said, _ = child.communicate("three\\n")
+print(said.strip(), child.returncode)
+"""
+
+TELL_IMPORTS = """
+import os, sys
+has_imports = "sglang.srt.managers.scheduler" in sys.modules
+leads = os.getpgrp() == os.getpid()
+print(has_imports, sys.argv[1:], input(), leads, file=sys.stderr)
+sys.exit(7)
+"""
+
 # starts a child the way a server starts its ranks
 PARENT = """
 import multiprocessing, os, sys, time
@@ -61,9 +84,18 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
-def run(log: Path, *arguments: str, fresh: bool = False, **env: str) -> Process:
+def run(
+    log: Path, *arguments: str, fresh: bool = False, forks_commands: bool = False, **env: str
+) -> Process:
     with log.open("wb") as output:
-        return start(arguments, output=output, env=env, cwd=log.parent, fresh=fresh)
+        return start(
+            arguments,
+            output=output,
+            env=env,
+            cwd=log.parent,
+            fresh=fresh,
+            forks_commands=forks_commands,
+        )
 
 
 def said(log: Path, process: Process) -> str:
@@ -122,6 +154,19 @@ def test_end_kills_the_forked_process_and_its_children(parent: tuple[Process, in
     end(process)
     assert not psutil.pid_exists(process.pid)
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("forks_commands", [True, False])
+def test_command_of_a_forked_process_is_forked_on_request(log: Path, forks_commands: bool) -> None:
+    process = run(log, "-c", COMMANDS, TELL_IMPORTS, forks_commands=forks_commands)
+    assert said(log, process) == f"{forks_commands} ['one', 'two'] three True 7"
+
+
+def test_command_with_other_imports_is_not_forked(log: Path) -> None:
+    changed = COMMANDS.replace("import subprocess, sys", "import os, subprocess, sys", 1)
+    changed = changed.replace("child =", "os.environ['TORCHDYNAMO_DISABLE'] = '1'\nchild =", 1)
+    process = run(log, "-c", changed, TELL_IMPORTS, forks_commands=True)
+    assert said(log, process) == "False ['one', 'two'] three True 7"
 
 
 @pytest.mark.xdist_group("uncompiled")

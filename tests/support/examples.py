@@ -27,7 +27,13 @@ def run(
         by = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     log = folder / f"{example}.log"
     with log.open("wb") as sink:
-        process = start([*by, f"examples.{example}", *arguments], output=sink, env=env, cwd=ROOT)
+        process = start(
+            [*by, f"examples.{example}", *arguments],
+            output=sink,
+            env=env,
+            cwd=ROOT,
+            forks_commands=True,
+        )
         try:
             ended = process.wait(TIMEOUT_S)
         finally:
