@@ -11,6 +11,12 @@ from examples.async_grpo.__main__ import main
 from tests.support.examples import run
 from tests.support.pool import ServerPool
 
+# the base model has learned nothing, so its answers are long
+SMALL = (
+    *("--teaching", "2", "--seconds", "600", "--steps", "2"),
+    *("--groups", "2", "--group-size", "3"),
+)
+
 
 def test_sharded_sender_of_the_example_sends_what_it_trains(
     pool: ServerPool, tmp_path: Path
@@ -19,8 +25,7 @@ def test_sharded_sender_of_the_example_sends_what_it_trains(
     out = tmp_path / "out"
     run(
         *(tmp_path, "async_grpo", "--out", str(out), "--cache", str(tmp_path / "cache")),
-        *("--teaching", "2", "--seconds", "600", "--steps", "2"),
-        *("--way", "in flight", "--sharded"),
+        *(*SMALL, "--way", "in flight", "--sharded", "--replays", "0"),
     )
     (result,) = json.loads((out / "results.json").read_text())["results"]
     assert result["labels"]["mislabelled"] == 0
@@ -42,9 +47,7 @@ def test_async_grpo_example_trains_and_reports(pool: ServerPool, tmp_path: Path)
     out = tmp_path / "out"
     lines = run(
         *(tmp_path, "async_grpo", "--out", str(out), "--cache", str(tmp_path / "cache")),
-        # the base model has learned nothing, so its answers are long
-        *("--teaching", "2", "--seconds", "600", "--steps", "2"),
-        *("--way", "blocking", "--way", "in flight"),
+        *(*SMALL, "--way", "blocking", "--way", "in flight"),
     )
     assert any("logprobs off by" in line for line in lines)
     assert "data:image/png;base64," in (out / "index.html").read_text()

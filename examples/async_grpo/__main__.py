@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Settings(),
         seconds=options.seconds,
         steps=options.steps,
+        groups=options.groups,
+        group_size=options.group_size,
+        running=2 * options.groups,
         sharded=options.sharded,
         turns=options.turns,
         replays=options.replays,
@@ -77,6 +80,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps", type=_count, default=Settings.steps, help="end each run after so many steps"
+    )
+    parser.add_argument(
+        "--groups", type=_count, default=Settings.groups, help="questions of a step"
+    )
+    parser.add_argument(
+        "--group-size", type=_count, default=Settings.group_size, help="answers to a question"
     )
     parser.add_argument("--seeds", type=_count, default=1, help="runs of each way")
     parser.add_argument(
