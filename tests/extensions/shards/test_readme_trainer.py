@@ -29,6 +29,7 @@ def test_readmes_sharded_trainer_makes_each_step_a_version(
             ],
             output=sink,
             cwd=ROOT,
+            forks_commands=True,
         )
         try:
             assert process.wait(TIMEOUT_S) == 0, log.read_text()
