@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 
 from harness.server import PLAIN, serve
+from tests.support.forked import run
 from tests.support.load import Generation, expect_whole
 from tests.support.plugins import with_plugin
 
@@ -49,11 +47,5 @@ def test_extension_that_is_off_imports_no_module_of_its_own() -> None:
             ],
         ),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.stdout.splitlines()[-1:] == [str(names)], done.stderr
+        said = run(["-c", code], env=env, wait_s=240)
+        assert said.splitlines()[-1:] == [str(names)], said
