@@ -24,6 +24,7 @@ START_TIMEOUT_S = 240
 PLAIN: dict[str, Any] = {"verify": False}
 
 AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
+AS_USERS_DO_IN_A_FORK = ("-c", "from sglang.cli.main import main; main()", "serve")
 IN_A_FORK = ("-m", "sglang.launch_server")
 
 # servers started and not yet ended by this process

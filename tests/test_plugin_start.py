@@ -1,4 +1,4 @@
-"""Behaviour of freshly started processes. Most other tests fork their servers."""
+"""The start of processes. Servers of most other tests are forked, and one here is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.server import AS_USERS_DO, serve
+from harness.server import AS_USERS_DO_IN_A_FORK, serve
 from harness.starting import end, start
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, update, versions_of
 from tests.support.plugins import with_plugin
@@ -35,10 +35,9 @@ def test_server_refuses_to_start_half_patched(checkpoints: Path, tmp_path: Path)
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = start(
-            [*AS_USERS_DO, "--model-path", str(checkpoints / "v0")],
+            [*AS_USERS_DO_IN_A_FORK, "--model-path", str(checkpoints / "v0")],
             output=output,
             env=with_plugin("rival"),
-            fresh=True,
         )
     try:
         assert process.wait(240) == 1

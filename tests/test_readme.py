@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import Server, serve
+from harness.server import AS_USERS_DO_IN_A_FORK, Server, serve
 from tests.support import readme
 from tests.support.examples import run
 from tests.support.load import ENDLESS, Generation, more_tokens, start_running, versions_of
@@ -31,11 +31,12 @@ def test_demo_fails_a_check_of_its_own(pool: ServerPool, tmp_path: Path) -> None
 def test_readmes_update_reaches_a_request_of_its_server(
     checkpoints: Path, pool: ServerPool, tmp_path: Path
 ) -> None:
-    """Folders and the port are the test's. ``serve`` starts ``sglang serve`` as users do."""
+    """Folders and the port are the test's. ``tests/test_plugin_start.py`` starts it as users do."""
     pool.discard()  # one server at a time
     program, serves, option, _, *flags = readme.command("sglang serve")
     assert (program, serves, option) == ("sglang", "serve", "--model-path")
-    with serve(checkpoints / "v0", *flags, log=tmp_path / "log", fresh=True) as server:
+    log, by = tmp_path / "log", AS_USERS_DO_IN_A_FORK
+    with serve(checkpoints / "v0", *flags, log=log, command=by) as server:
         running = start_running(server, 2, tokens=ENDLESS)
         words = [
             word.replace("localhost:30000", server.url).replace(
