@@ -17,8 +17,7 @@ from typing import Any
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
-# milliseconds that a step waits before its forward
-STEP_MS = "INFLIGHT_TEST_STEP_MS"
+from harness.starting import STEP_MS
 
 
 def install() -> None:

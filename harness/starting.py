@@ -37,6 +37,9 @@ if UPSTREAM:
     # names of plugins to load: this one makes SGLang run on a CPU, and changes nothing else
     ENV["SGLANG_PLUGINS"] = "inflight_reference"
 
+# milliseconds that a decoding step waits (``harness/pace.py``)
+STEP_MS = "INFLIGHT_TEST_STEP_MS"
+
 _LEFT_OUT = (
     # a change of the test's name must not cost a new zygote
     "PYTEST_CURRENT_TEST",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 from collections.abc import Generator
 from typing import Any
@@ -18,8 +17,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    # ``harness/pace.py`` reads it in servers; not imported from there, which imports SGLang
-    os.environ.setdefault("INFLIGHT_TEST_STEP_MS", "5")
     if not _only_distributes_tests(config):
         config.pluginmanager.import_plugin("tests.support.servers")
         config.pluginmanager.import_plugin("tests.support.unread")

@@ -37,7 +37,7 @@ from tests.support.records import ask_for_routes, routes_of, single_version
 from tests.support.updates import expect_served, misshapen, refuse, serving, tensor_body
 
 # one zygote serves all tests without compiled code, see ``drafting``
-pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
+pytestmark = stands_in_for_kernels
 
 DISK = "/update_weights_from_disk"
 STEP = 4  # tokens, where all drafts are accepted
@@ -65,11 +65,7 @@ def drafting(
         "--weight-version", "v0",
         *flags,
     )  # fmt: skip
-    # code compiled for a GPU takes long to compile here
-    env = with_plugin("speculation", *plugins) | {
-        "TORCHDYNAMO_DISABLE": "1",
-        "SGLANG_INFLIGHT_STAGING": staging,
-    }
+    env = with_plugin("speculation", *plugins) | {"SGLANG_INFLIGHT_STAGING": staging}
     with serve(model, *flags, log=folder / "server.log", env=env) as server:
         yield server
 

@@ -21,7 +21,8 @@ def test_sglang_serve_loads_the_plugin_in_every_process(
     """Each process finds the plugin by its entry point, and each rank has its own hash seed."""
     pool.discard()  # one server at a time
     log, flags = tmp_path / "log", ("--weight-version", "v0", "--tp-size", "2")
-    with serve(checkpoints / "v0", *flags, log=log, fresh=True) as server:
+    env = {"TORCHDYNAMO_DISABLE": "0"}  # compiled, as for users
+    with serve(checkpoints / "v0", *flags, log=log, env=env, fresh=True) as server:
         running = start_running(server, 3, tokens=ENDLESS)
         for version in (1, 2):
             update(server, checkpoints, version, non_blocking=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import starting
 from harness.marker import build
 from harness.server import RUNNING, Server
 from tests.support.failed_server import describe
@@ -33,13 +34,19 @@ LONG = {
 }
 POOL = pytest.StashKey[ServerPool]()
 
+starting.ENV |= {
+    starting.STEP_MS: "5",
+    # each rank of a server would compile what SGLang has for a GPU, for 3 s of its start
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests: long ones, then those with servers of their own, then flavour by flavour.
 
     Each flavour starts once. Unit tests come last, for workers without a server left to test, and
-    the longest of them first, so that no worker begins one when the others are at their end. Three
+    the longest of them first, so that no worker begins one when the others are at their end. Four
     workers (``make test``) share out the groups: one flavour in one file each. This hook must run
     before xdist's, which reads the groups.
     """
