@@ -19,7 +19,7 @@ from sglang.srt.utils.network import get_free_port_below_ephemeral
 
 from harness.starting import Process, end, start
 
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 # httpx reads certificates anew for each call, which takes longer than the call
 PLAIN: dict[str, Any] = {"verify": False}
 
