@@ -28,7 +28,7 @@ def benchmark(server: Server, backend: str, checkpoints: Path, out: Path) -> Ite
         "-m", "sglang.bench_serving",
         "--backend", backend, "--base-url", server.url,
         "--dataset-name", "random-ids", "--tokenizer", model,
-        "--num-prompts", str(REQUESTS), "--random-input-len", "16", "--random-output-len", "100",
+        "--num-prompts", str(REQUESTS), "--random-input-len", "16", "--random-output-len", "50",
         "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(out), "--output-details",
     ]  # fmt: skip
     with out.with_suffix(".log").open("wb") as log:
