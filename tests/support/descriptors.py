@@ -60,7 +60,7 @@ def _open(process: psutil.Process) -> set[int]:
 @contextmanager
 def connected(server: Server) -> Iterator[httpx.Client]:
     """A connection opened before descriptors run out."""
-    with httpx.Client(base_url=server.url, timeout=60, headers=server.headers, **PLAIN) as client:
+    with httpx.Client(base_url=server.url, timeout=180, headers=server.headers, **PLAIN) as client:
         assert client.get("/inflight/status").status_code == 200
         yield client
 

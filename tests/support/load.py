@@ -27,7 +27,7 @@ from sglang_inflight.client import cover_exactly, read_spans, version_per_token
 T = TypeVar("T")
 
 # longest wait for an expected event; only a failure lasts this long
-PATIENCE_S = 20.0 if UPSTREAM else 60.0
+PATIENCE_S = 20.0 if UPSTREAM else 180.0
 # messages to a scheduler, one per pass of its loop, to give it the chance to step
 PASSES = 12
 

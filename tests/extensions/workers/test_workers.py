@@ -424,7 +424,7 @@ def test_sigterm_to_a_worker_lets_its_requests_end(
     """A new worker replaces it, and the server survives later deaths of workers."""
     one, other = via_workers
     (running,) = start_running(other, 1, tokens=ENDLESS)
-    (its_own,) = start_running(one, 1, tokens=1000)
+    (its_own,) = start_running(one, 1, tokens=400)
     grant = pause(other, "in_place")
     settle(other, [running, its_own])
     assert its_own.count < its_own.max_new_tokens
@@ -454,7 +454,7 @@ def test_sigterm_to_the_server_ends_pauses_so_that_requests_end(
 ) -> None:
     """The worker whose requests end first does not end the server."""
     one, other = via_workers
-    running = [*start_running(other, 1, tokens=1500), *start_running(one, 1, tokens=700)]
+    running = [*start_running(other, 1, tokens=600), *start_running(one, 1, tokens=300)]
     pause(one, "in_place")
     settle(other, running)
     assert all(generation.count < generation.max_new_tokens for generation in running)
