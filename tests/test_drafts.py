@@ -36,7 +36,6 @@ from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.records import ask_for_routes, routes_of, single_version
 from tests.support.updates import expect_served, misshapen, refuse, serving, tensor_body
 
-# one zygote serves all tests without compiled code, see ``drafting``
 pytestmark = stands_in_for_kernels
 
 DISK = "/update_weights_from_disk"
