@@ -84,9 +84,9 @@ def main() -> None:
         seen, made = _import_all()
     # not at the top: importing SGLang must happen under watch
     from harness import kept_plan, pace
-    from harness.hook_search import HookSearch
+    from sglang_inflight.livepatch.places import keep_places
 
-    HookSearch().install()
+    keep_places()
     kept_plan.install()
     pace.install()
     getproctitle()  # finds the title's place, which a new environment hides

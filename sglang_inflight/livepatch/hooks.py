@@ -18,6 +18,8 @@ from importlib.metadata import version
 from types import FunctionType
 from typing import Any
 
+from sglang_inflight.livepatch.places import looking_once
+
 logger = logging.getLogger(__name__)
 
 
@@ -138,7 +140,8 @@ def _verify_after(registry: Any) -> None:
 
     @functools.wraps(original)
     def apply_hooks(cls: Any) -> None:
-        original(cls)
+        with looking_once():
+            original(cls)
         try:
             verify_hooks()
         except PatchRefused as refusal:

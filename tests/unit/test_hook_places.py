@@ -1,0 +1,153 @@
+"""Modules that hold a hooked function get its replacement, wherever SGLang's search finds it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, defaultdict
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import sglang.srt.managers.scheduler  # noqa: F401
+from sglang.srt.plugins import hook_registry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_inflight.livepatch import hooks
+from sglang_inflight.livepatch.places import Places, looking_once
+
+search = hook_registry._propagate_patch
+
+
+class Functions:
+    """Functions in no module's names."""
+
+    @staticmethod
+    def old() -> str:
+        return "old"
+
+    @staticmethod
+    def new() -> str:
+        return "new"
+
+    @staticmethod
+    def newer() -> str:
+        return "newer"
+
+
+class Holders:
+    """Modules that hold ``Functions.old`` by the name ``held``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.modules = [self.add(f"holder_{number}") for number in range(3)]
+
+    def add(self, name: str) -> ModuleType:
+        module = ModuleType(name)
+        vars(module)["held"] = Functions.old
+        self._monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    def held(self) -> list[str]:
+        return [vars(module)["held"]() for module in self.modules]
+
+
+@pytest.fixture
+def holders(monkeypatch: pytest.MonkeyPatch) -> Holders:
+    return Holders(monkeypatch)
+
+
+def test_sglangs_search_finds_no_place_left() -> None:
+    """The functions are those that most modules hold. Each gets its places back."""
+    found = Counter(
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("sglang") and isinstance(module, ModuleType)
+        for value in list(vars(module).values())
+        if isinstance(value, FunctionType) and value.__module__ in sys.modules
+    )
+    places = Places(search)
+    for value, count in found.most_common(8):
+        source = sys.modules[value.__module__]
+        assert places.replace(value, Functions.new, source) > count // 2
+        left = search(value, Functions.new, source)
+        assert places.replace(Functions.new, value, source) > count // 2
+        assert (left, search(Functions.new, value, source)) == (0, 0)
+
+
+def test_source_of_a_function_is_left_to_the_registry(holders: Holders) -> None:
+    assert Places(search).replace(Functions.old, Functions.new, holders.modules[0]) == 2
+    assert holders.held() == ["old", "new", "new"]
+
+
+def test_module_imported_after_the_look_is_found(holders: Holders) -> None:
+    places = Places(search)
+    places.complete()
+    holders.modules.append(holders.add("a_late_holder"))
+    assert places.replace(Functions.old, Functions.new, None) == 4
+    assert holders.held() == ["new"] * 4
+
+
+def test_module_in_place_of_another_is_found(holders: Holders) -> None:
+    """A module may replace itself in ``sys.modules``, whose length then stays."""
+    places = Places(search)
+    places.complete()
+    holders.modules[1] = holders.add("holder_1")
+    places.replace(Functions.old, Functions.new, None)
+    assert holders.held() == ["new"] * 3
+
+
+def test_module_amid_its_import_is_found_by_later_names(holders: Holders) -> None:
+    growing = holders.modules[1]
+    growing.__spec__ = spec = ModuleSpec(growing.__name__, None)
+    spec._initializing = True  # type: ignore[attr-defined]
+    places = Places(search)
+    places.complete()
+    vars(growing)["another"] = Functions.old
+    assert places.replace(Functions.old, Functions.new, None) == 4
+    assert vars(growing)["another"]() == "new"
+
+
+def test_function_hooked_again_is_found_in_its_places(holders: Holders) -> None:
+    places = Places(search)
+    places.replace(Functions.old, Functions.new, None)
+    assert places.replace(Functions.new, Functions.newer, None) == 3
+    assert holders.held() == ["newer"] * 3
+
+
+def test_callable_object_is_left_to_sglangs_search(holders: Holders) -> None:
+    part = functools.partial(Functions.old)
+    vars(holders.modules[1])["held"] = part
+    assert Places(search).replace(part, Functions.new, None) == 1
+    assert holders.held() == ["old", "new", "old"]
+
+
+def test_hooks_are_applied_without_sglangs_search(
+    holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's search is back afterwards."""
+
+    def refuse(*_: Any) -> int:
+        raise AssertionError("SGLang's search ran")
+
+    monkeypatch.setattr(hook_registry, "_propagate_patch", refuse)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.__dict__["apply_hooks"])
+    hooks.forget()
+    HookRegistry.register("holder_0.held", Functions.new, HookType.REPLACE)
+    hooks.expect_hook("holder_0.held")
+    HookRegistry.apply_hooks()
+    hooks.forget()
+    assert holders.held() == ["new"] * 3
+    assert hook_registry._propagate_patch is refuse
+
+
+def test_block_within_a_block_has_the_same_index() -> None:
+    with looking_once():
+        outer = hook_registry._propagate_patch
+        with looking_once():
+            assert hook_registry._propagate_patch is outer
+        assert hook_registry._propagate_patch is outer
+    assert hook_registry._propagate_patch is search
