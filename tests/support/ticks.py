@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# loops between two collections of garbage
+_LOOPS = 50
+_count = itertools.count(1)
+
 
 def run(play: Coroutine[Any, Any, T]) -> T:
     """Run on asyncio's own loop: SGLang sets uvloop for ``asyncio.run``, which hides turns."""
+    if next(_count) % _LOOPS == 0:
+        # ended tasks in cycles stay in asyncio's set of all tasks, which each loop's end looks at
+        gc.collect()
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         return runner.run(play)
 
