@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,8 @@ Process = subprocess.Popen[Any] | Forked
 
 # each has 0.8 GB of its own
 _MOST_ZYGOTES = 3
+_making: defaultdict[tuple[tuple[str, str | None], ...], threading.Lock]
+_making = defaultdict(threading.Lock)
 
 # run on released SGLang, without our plugin, to see that tests guarding a fix of ours fail there
 UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
@@ -163,13 +167,21 @@ def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
     return None if found is None else found[0]
 
 
-# the one of our environment is asked for at each start, so the oldest of the others makes room
-@functools.lru_cache(_MOST_ZYGOTES)
 def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]] | None:
     """Return a zygote in our environment with these changes, and the variables read by its imports.
 
     The zygote ends when our connection to it closes. Return None after an error, which is printed.
     """
+    # servers started at once would each make one
+    with _making[changes]:
+        return _make_zygote(*changes)
+
+
+# the one of our environment is asked for at each start, so the oldest of the others makes room
+@functools.lru_cache(_MOST_ZYGOTES)
+def _make_zygote(
+    *changes: tuple[str, str | None],
+) -> tuple[Zygote, Mapping[str, str | None]] | None:
     changed = {**_environment(), **dict(changes)}
     env = {name: value for name, value in changed.items() if value is not None}
     ours, theirs = socket.socketpair()
