@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from harness import marker
-from harness.server import Server, serve
+from harness.server import Server
 from sglang_inflight.client import shard_sender
 from sglang_inflight.client.changes import Change
-from tests.extensions.shards.test_sharded_trainers import SERVED, TENSORS, Served
+from tests.extensions.shards.test_sharded_trainers import TENSORS
 from tests.extensions.shards.trainer import (
     BY_HAND,
-    MODELS,
+    NORM,
     SWAPPED,
     Failed,
     Tensors,
     make_random,
     ranks_of,
+    scatter,
     trainer,
     whole_digests,
 )
@@ -32,24 +32,7 @@ from tests.support.updates import LIVE, expect_served, expect_to_run_on, succeed
 pytest_plugins = ["tests.support.fixtures"]
 
 FLAVOURS = pytest.mark.parametrize("flavour", ["server", "tp2_server"])
-NORM, HEAD = "model.norm.weight", "lm_head.weight"
-
-
-def scatter(_: int, tensors: Tensors) -> None:
-    """Change a fiftieth of each random tensor, and all of one."""
-    make_random(0, tensors)
-    random = torch.Generator().manual_seed(2)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            continue
-        at = torch.randperm(tensor.numel(), generator=random)[: 1 + tensor.numel() // 50]
-        changed = tensor.clone()
-        changed.view(-1)[at] *= 1.5
-        # the sign of a zero is a change
-        changed.view(-1)[at[0]] = -0.0
-        tensors[name] = changed
-    if NORM in tensors:
-        tensors[NORM] = tensors[NORM] * 1.5
+HEAD = "lm_head.weight"
 
 
 def send_whole(sharded: Any, version: int, layout: str = "rows") -> None:
@@ -85,25 +68,6 @@ def test_changes_of_shards_serve_what_whole_tensors_would(
     assert (same["tensors"], same["digests"]) == (0, sent["digests"])
     scatter(0, tensors := dict(marker.tensors(4)))
     assert sent["digests"] == whole_digests(server, tensors)
-
-
-@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
-def test_changes_reach_each_kind_of_model(served: Served, tmp_path: Path) -> None:
-    """A tensor that a rank takes whole alone follows in the same session."""
-    folder, make = tmp_path / "v0", MODELS[served.model]
-    marker.write(folder, make(0), served.config)
-    changed = dict(make(1))
-    scatter(0, changed)
-    with serve(folder, *served.flags, log=tmp_path / "log", env=served.env) as server:
-        with trainer(server.url, 2, sparse=True) as sharded:
-            order = partial(sharded.send, layout=BY_HAND, version=1, model=served.model)
-            sent = []
-            # the second time tensors that go whole alone are known
-            for _ in range(2):
-                order(change=make_random)
-                sent.append(order(change=scatter)[0])
-        assert all(each["takes_changes"] for each in sent)
-        assert [each["digests"] for each in sent] == [whole_digests(server, changed)] * 2
 
 
 def test_update_behind_the_trainers_back_is_replaced_by_a_whole_version(

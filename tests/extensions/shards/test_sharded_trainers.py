@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
 from harness import marker
-from harness.server import Server, serve
+from harness.server import Server
 from sglang_inflight.client import Client, Sender
 from sglang_inflight.client.shard_sender import GROUP_NAME
 from sglang_inflight.vocabulary.shards import Shards, read_shards
 from tests.extensions.shards.trainer import (
     BY_HAND,
     LAYOUTS,
-    MODELS,
     Failed,
     Tensors,
     digests_of,
@@ -27,9 +25,7 @@ from tests.extensions.shards.trainer import (
     ranks_of,
     trainer,
 )
-from tests.support import block_fp8, mla, moe
 from tests.support.load import ENDLESS, start_running
-from tests.support.plugins import with_plugin
 from tests.support.updates import expect_served, expect_to_run_on
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -73,52 +69,7 @@ def test_shards_serve_what_whole_tensors_would(
                 assert sent["digests"] == expected, layout
 
 
-class Served(NamedTuple):
-    """A model, and what its server needs. ``share``: most of the elements that one rank uses."""
-
-    model: str
-    config: dict[str, Any]
-    flags: Sequence[str]
-    env: dict[str, str]
-    share: float
-
-
-# SGLang's own experts need a GPU
-EXPERTS = with_plugin("experts")
-TP = ("--tp-size", "2")
-SERVED = {
-    "stages": Served("stages", marker.TWO_LAYERS, ("--pp-size", "2"), {}, 0.8),
-    "experts cut in two": Served("moe", moe.CONFIG, TP, EXPERTS, 0.8),
-    "experts of two ranks": Served("moe", moe.CONFIG, (*TP, "--ep-size", "2"), EXPERTS, 0.8),
-    # finished after loading: derived weights, and blocks of FP8 with their scales
-    "latent attention": Served("mla", mla.CONFIG, TP, mla.ENV, 0.9),
-    "blocks of FP8": Served("fp8", block_fp8.CONFIG, TP, block_fp8.ENV, 0.8),
-    "blocks of FP8 on one rank": Served("fp8", block_fp8.CONFIG, (), block_fp8.ENV, 1.0),
-}
-
-
-@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
-def test_each_rank_gets_its_part_of_the_model(served: Served, tmp_path: Path) -> None:
-    folder, make = tmp_path / "v0", MODELS[served.model]
-    marker.write(folder, make(0), served.config)
-    tensors = dict(make(1))
-    make_random(0, tensors)
-    with serve(folder, *served.flags, log=tmp_path / "log", env=served.env) as server:
-        with Client(server.url) as client, Sender(client) as sender:
-            expected = digests_of(sender.send(tensors.items(), weight_version="whole"))
-            sender.send(make(2).items(), weight_version="another")
-        with trainer(server.url, 2) as sharded:
-            # gloo spreads no FP8 tensor over a mesh
-            sent = sharded.send(layout=BY_HAND, version=1, change=make_random, model=served.model)
-        assert sent[0]["digests"] == expected
-        uses = [
-            sum(held.regions[0].numel for held in read_shards(_shards(rank)).values())
-            for rank in plan_of(server)
-        ]
-    assert max(uses) <= served.share * sum(tensor.numel() for tensor in tensors.values())
-
-
-def _shards(rank: dict[str, Any]) -> Shards:
+def shards_of(rank: dict[str, Any]) -> Shards:
     return Shards(rank["digest"], base64.b64decode(rank["lines"]))
 
 
@@ -142,7 +93,7 @@ def test_rank_says_what_it_uses(tp2_server: Server) -> None:
         sharded.send(layout="one", version=1)
     ranks = plan_of(tp2_server)
     assert [(rank["rank"], rank["tp_rank"]) for rank in ranks] == [(0, 0), (1, 1)]
-    uses = [read_shards(_shards(rank)) for rank in ranks]
+    uses = [read_shards(shards_of(rank)) for rank in ranks]
     whole = marker.tensors(0)
     for name, tensor in whole.items():
         # each rank uses a part, and both together all, or each uses all

@@ -33,6 +33,7 @@ Tensors = dict[str, Any]
 # a busy machine starts processes slowly
 PATIENCE_S = 300.0
 BUCKET_BYTES = 4 << 10
+NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,10 @@ def _run(
     if client is not None:
         client.close()
     dist.destroy_process_group()
+    answers.close()
+    answers.join_thread()
+    # freeing all that SGLang imported takes as long as a send
+    os._exit(0)
 
 
 def _send(
@@ -183,6 +188,23 @@ def make_random(rank: int, tensors: Tensors) -> None:
     random = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         tensors[name] = torch.randn(tensor.shape, generator=random).to(tensor.dtype)
+
+
+def scatter(_: int, tensors: Tensors) -> None:
+    """Change a fiftieth of each random tensor, and all of one."""
+    make_random(0, tensors)
+    random = torch.Generator().manual_seed(2)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
+        at = torch.randperm(tensor.numel(), generator=random)[: 1 + tensor.numel() // 50]
+        changed = tensor.clone()
+        changed.view(-1)[at] *= 1.5
+        # the sign of a zero is a change
+        changed.view(-1)[at[0]] = -0.0
+        tensors[name] = changed
+    if NORM in tensors:
+        tensors[NORM] = tensors[NORM] * 1.5
 
 
 class Trainer:
