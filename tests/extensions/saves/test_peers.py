@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from harness import marker
 from harness.server import Server, schedulers, serve
 from harness.starting import end
-from sglang_inflight.cli import app
 from sglang_inflight.client import Client, Fleet
 from tests.support import gemma
 from tests.support.faults import ENV as FAULTY
@@ -81,47 +79,6 @@ def scheduler_of(server: Server) -> int:
 
 
 # ---- the whole way --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "ranks"), [("tp", 1), ("tp", 2), ("pp", 2), ("dp", 2)])
-def test_late_server_takes_the_version_from_a_peer(
-    checkpoints: Path, tmp_path: Path, size: str, ranks: int
-) -> None:
-    flags = (f"--{size}-size", str(ranks))
-    if size == "pp":
-        checkpoints = tmp_path
-        for version in range(4):
-            marker.build_stages(tmp_path / f"v{version}", version)
-    with (
-        serve(checkpoints / "v0", *V0, *flags, log=tmp_path / "a.log") as one,
-        serve(checkpoints / "v0", *V0, *flags, log=tmp_path / "b.log") as late,
-    ):
-        for version in (1, 2):
-            update(one, checkpoints, version, **LIVE)
-        named = ["fleet", "--url", one.url, "--url", late.url, "--catch-up"]
-        running = [
-            each for server in (one, late) for each in start_running(server, 2, tokens=ENDLESS)
-        ]
-        result = CliRunner().invoke(app, named)
-        assert result.exit_code == 0, result.output
-        assert f"{late.url}: brought to v2 from {one.url}" in result.stderr
-        assert digests(status(late)) == digests(status(one))
-        assert len(digests(status(late))) == ranks
-        expect_served(late, 2)
-        for server in (one, late):
-            assert server.get("/ready")["status_code"] == 200
-        # again: nothing is left to do
-        epoch = status(late)["epoch"]
-        assert CliRunner().invoke(app, named).exit_code == 0
-        assert status(late)["epoch"] == epoch
-        # what comes later starts from these weights
-        for server in (one, late):
-            update(server, checkpoints, 3, **LIVE)
-        assert digests(status(late)) == digests(status(one))
-        for output in expect_all_go_on(running[:2]):
-            assert versions_of(output) == ["v2", "v3"]
-        for output in expect_all_go_on(running[2:]):
-            assert versions_of(output) == ["v0", "v2", "v3"]
 
 
 def test_late_servers_take_turns_at_one_peer(

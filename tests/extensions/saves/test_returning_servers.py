@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +20,6 @@ from harness.starting import end
 from sglang_inflight.cli import app
 from sglang_inflight.client import Fleet, VersionUnclear
 from tests.extensions.saves.saved_folder import describe_tensors
-from tests.support import block_fp8, gemma, mla
 from tests.support.faults import Faults
 from tests.support.load import (
     ENDLESS,
@@ -565,54 +564,6 @@ def test_served_weights_that_outgrow_their_memory_are_written_in_place(
         more_tokens(running)
         for output in expect_all_go_on(running):
             assert versions_of(output) == ["v0", "v1"]
-
-
-class Kind(NamedTuple):
-    name: str
-    build: Callable[[Path, int], Path]
-    env: Mapping[str, str]
-    flags: tuple[str, ...] = ()
-    form: str = "device"
-
-
-KINDS = [
-    Kind("tp2", marker.build, {}, ("--tp-size", "2")),
-    Kind("pp2", marker.build_stages, {}, ("--pp-size", "2")),
-    Kind("dp2", marker.build, {}, ("--dp-size", "2")),
-    Kind("gemma", gemma.build, {}),
-    Kind("gemma-changes", gemma.build, {}, form="changes"),
-    Kind("fp8", block_fp8.build, block_fp8.ENV),
-    Kind("fp8-changes", block_fp8.build, block_fp8.ENV, form="changes"),
-    Kind("mla-tp2", mla.build, mla.ENV, ("--attention-backend", "torch_native", "--tp-size", "2")),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_served_weights_of_each_kind_of_model(kind: Kind, tmp_path: Path) -> None:
-    """The tensors go as they are, without a loader and without SGLang's finishing."""
-    folders = [kind.build(tmp_path / f"v{version}", version) for version in range(4)]
-    flags = (*V0, *kind.flags)
-    env = {**kind.env, "SGLANG_INFLIGHT_STAGING": kind.form}
-    with (
-        serve(folders[0], *flags, log=tmp_path / "a.log", env=env) as one,
-        serve(folders[0], *flags, log=tmp_path / "b.log", env=env) as other,
-    ):
-        update(one, tmp_path, 1, **LIVE)
-        running = start_running(other, 1, tokens=ENDLESS)
-        receipt = saved(one, tmp_path / "saved")
-        loaded = succeed(load(other, tmp_path / "saved"))
-        assert set(digests(loaded)) == set(digests(receipt)) == set(digests(status(one)))
-        assert loaded["held_s"] == 0
-        expect_served(other, 1)
-        more_tokens(running)
-        for version in (2, 3):
-            for server in (one, other):
-                update(server, tmp_path, version, **LIVE)
-            assert set(digests(status(one))) == set(digests(status(other)))
-        succeed(other.post("/inflight/rollback", {}))
-        expect_served(other, 2)
-        for output in expect_all_go_on(running):
-            assert versions_of(output)[:3] == ["v0", "v1", "v2"]
 
 
 def test_servers_of_another_layout_exchange_no_weights(
