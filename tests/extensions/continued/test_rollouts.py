@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from harness.server import Server, serve
+from harness.starting import STEP_MS
 from sglang_inflight.client import AsyncFleet, Fleet, RolloutLost
 from sglang_inflight.client.rollouts.servers import LONG_ANSWER_S, Place
 from sglang_inflight.vocabulary.errors import Refused
@@ -27,7 +28,9 @@ from tests.support.proxy import Proxy
 from tests.support.seats import Seats, hand_back, kill, seats
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
-LENGTH, TOKENS = 40, 250
+# slow steps give a test the time to meet a rollout, and cost less than more tokens
+ENV = {STEP_MS: "30"}
+LENGTH, TOKENS = 40, 60
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 LONG = {"max_new_tokens": 5000}
 
@@ -45,7 +48,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seats]:
     """Two servers; each streams in another form."""
     more = ((), ("--incremental-streaming-output",))
-    with seats(versions / "v0", tmp_path_factory.mktemp("logs"), *FLAGS, more=more) as two:
+    with seats(versions / "v0", tmp_path_factory.mktemp("logs"), *FLAGS, more=more, env=ENV) as two:
         yield two
 
 
@@ -232,11 +235,11 @@ def test_rollout_goes_on_when_its_drained_server_is_back_before_the_client_looks
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    request = body(sampling={"max_new_tokens": 1000})
+    request = body()
     expected = alone(servers[0], request)
     look = Place.look
     with contextlib.ExitStack() as stack:
-        block = serve(versions / "v0", *FLAGS, log=tmp_path / "leaving.log")
+        block = serve(versions / "v0", *FLAGS, log=tmp_path / "leaving.log", env=ENV)
         leaving = stack.enter_context(block)
         port = urlsplit(leaving.url).port
         lives = [leaving]
@@ -279,8 +282,8 @@ def test_update_of_a_fleet_goes_on_without_a_draining_server(
 def test_sigterm_with_a_grace_hands_rollouts_back(
     versions: Path, servers: list[Server], tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    env = {"SGLANG_INFLIGHT_DRAIN_S": "0"}
-    request = body(sampling={"max_new_tokens": 1000})
+    env = {**ENV, "SGLANG_INFLIGHT_DRAIN_S": "0"}
+    request = body()
     expected = alone(servers[0], request)
     with serve(versions / "v0", *FLAGS, log=tmp_path / "leaving.log", env=env) as leaving:
         with Fleet([leaving.url, servers[0].url]) as fleet:

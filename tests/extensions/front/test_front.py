@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.server import PLAIN, Server
+from harness.starting import STEP_MS
 from harness.streams import read_event
 from sglang_inflight.extensions.front.watch import PREFIX, Watch
 from tests.support import random_model
@@ -32,8 +33,9 @@ from tests.test_metrics import DASHBOARD
 FLAGS = (
     "--weight-version", "v0", "--dtype", "float32", "--served-model-name", MODEL,
 )  # fmt: skip
-ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
-TOKENS = 250
+# slow steps give a test the time to meet a request, and cost less than more tokens
+ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1", STEP_MS: "30"}
+TOKENS = 60
 GENERATE, VLLM = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (GENERATE, VLLM, COMPLETIONS, CHAT)
