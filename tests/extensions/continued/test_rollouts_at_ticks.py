@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.server import Server
+from harness.starting import STEP_MS
 from sglang_inflight.client import Fleet, FleetSplit
 from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.kills import check
@@ -20,7 +21,9 @@ from tests.support.load import prompt, status, until
 from tests.support.proxy import Proxy
 from tests.support.seats import Seats, hand_back, kill, seats
 
-TOKENS, ROLLOUTS = 300, 4
+TOKENS, ROLLOUTS = 80, 4
+# slow steps let rollouts outlast an update, and cost less than more tokens
+ENV = {STEP_MS: "40"}
 # ``check`` reads a version's tokens behind the colon
 OLD, NEW = "old:0", "new:1"
 MORE = ((), ("--incremental-streaming-output",), ())
@@ -28,7 +31,8 @@ MORE = ((), ("--incremental-streaming-output",), ())
 
 @pytest.fixture(scope="module")
 def three(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seats]:
-    with seats(checkpoints / "v0", tmp_path_factory.mktemp("logs"), more=MORE) as three:
+    logs = tmp_path_factory.mktemp("logs")
+    with seats(checkpoints / "v0", logs, more=MORE, env=ENV) as three:
         yield three
 
 
