@@ -35,8 +35,10 @@ EOS = 2
 # a token of the marker is its word, perhaps behind a space
 GRAMMAR = "( ?t301| ?t302)( ?t303)( ?t304)"
 LIVE: dict[str, Any] = {"non_blocking": True}
-# tokens of a request that goes on while its test makes one or two calls
-LONG = 500
+# tokens of a request that goes on while its test makes a call to pause
+LONG = 100
+# and of one that goes on during an update, or until its test aborts it
+LONGER = 250
 
 
 def forced(tokens: list[int], more: int | None = None, **params: Any) -> dict[str, Any]:
@@ -119,12 +121,12 @@ def test_stop_at_the_last_given_token_ends_as_ever(any_server: Server) -> None:
 
 
 def test_given_tokens_go_on_across_a_commit(any_server: Server, checkpoints: Path) -> None:
-    tokens = prompt(LONG)
+    tokens = prompt(LONGER)
     generation = emit(any_server, tokens, 5)
     generation.wait_for_tokens(3)
     update(any_server, checkpoints, 1, **LIVE)
     output = expect_emitted(generation, tokens)
-    assert output.tokens[LONG:] == 5 * [token(1)]
+    assert output.tokens[LONGER:] == 5 * [token(1)]
     assert versions_of(output) == ["v0", "v1"]
 
 
@@ -171,7 +173,7 @@ def test_logprobs_are_those_of_the_given_tokens(any_server: Server) -> None:
 
 
 def test_aborted_request_ends_amid_its_given_tokens(any_server: Server) -> None:
-    tokens = prompt(LONG)
+    tokens = prompt(LONGER)
     generation = emit(any_server, tokens)
     generation.wait_for_tokens(3)
     generation.abort()

@@ -22,7 +22,7 @@ _COMMON = (
 
 
 # a step of several ranks takes ten times as long as one of a single rank
-LONG = 80
+LONG = 40
 
 
 def build(folder: Path) -> Path:
@@ -49,7 +49,7 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
 
 
 def test_requests_of_all_ranks_emit_their_own_tokens(server: Server) -> None:
-    expect_own_tokens(server, 5, 30, 61, 17)
+    expect_own_tokens(server, 5, 30, 41, 17)
 
 
 def test_given_tokens_go_on_across_a_retraction_and_a_commit(
