@@ -53,13 +53,13 @@ def expect_closed(server: Server) -> None:
 
 
 def test_requests_run_to_their_end_before_the_deadline(leaving: Server) -> None:
-    generations = start_running(leaving, 2, tokens=400)
+    generations = start_running(leaving, 2, tokens=150)
     answer = drain(leaving, deadline_s=600, reason="spot")
     assert answer["draining"]
     assert answer["requests"] == 2
     expect_closed(leaving)
     for generation in generations:
-        assert len(generation.output().tokens) == 400
+        assert len(generation.output().tokens) == 150
     assert drain(leaving, cancel=True)["draining"] is False
     (generation,) = start(leaving, 1, tokens=5)
     assert len(generation.output().tokens) == 5
