@@ -44,7 +44,7 @@ from tests.support.load import (
 from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool
 
 BESIDE_OTHERS = 0.05
-INTERVAL = 40
+INTERVAL = 30
 BUDGET = 64
 _PLAIN = Flavour(FLAGS, REPLAY, model=build_first)
 FLAVOURS |= {
@@ -83,7 +83,7 @@ def test_rollouts_retracted_for_want_of_memory_are_made_again(
 ) -> None:
     server = pool.get(FLAVOURS["replay_short_of_memory"])
     update(server, versions, 0, kv_cache="recompute")
-    generations = [begin(server, 200, DRAWN, prompt(LENGTH + i)) for i in range(3)]
+    generations = [begin(server, 120, DRAWN, prompt(LENGTH + i)) for i in range(3)]
     for generation in generations:
         generation.wait_for_tokens(3)
     update(server, versions, 1, kv_cache="keep", **LIVE)
