@@ -46,6 +46,7 @@ from harness.forking import (
     receive,
     send,
 )
+from harness.starting import STEP_MS
 from sglang_inflight.extension import all_extensions
 from sglang_inflight.plugin import hook_modules
 
@@ -147,6 +148,7 @@ def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     seen.discard("PYTHONPATH")  # a fork gets its own, see ``_become``
+    seen.discard(STEP_MS)  # a fork reads its own, see ``harness/pace.py``
     return {name: before.get(name) for name in seen}, made
 
 
