@@ -15,6 +15,7 @@ import pytest
 
 from harness import marker
 from harness.server import Server, serve
+from harness.starting import STEP_MS
 from tests.support.load import (
     ENDLESS,
     PATIENCE_S,
@@ -30,7 +31,8 @@ from tests.support.load import (
 from tests.support.pool import ServerPool
 from tests.support.updates import Call, empty_rendezvous, staging, succeed, tensor_body
 
-TOKENS = 600
+# few tokens outlast the calls of a test, as their steps wait so many milliseconds
+TOKENS, SLOW_STEP_MS = 80, 30
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def own_server(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> Iterator[
     """A server of the test's own, to be shut down."""
     pool.discard()
     flags = ("--weight-version", "v0")
-    with serve(checkpoints / "v0", *flags, log=tmp_path / "server.log") as server:
+    env = {STEP_MS: str(SLOW_STEP_MS)}
+    with serve(checkpoints / "v0", *flags, log=tmp_path / "server.log", env=env) as server:
         yield server
 
 
