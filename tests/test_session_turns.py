@@ -15,7 +15,15 @@ from tests.support.load import (
     until,
     until_waiting,
 )
-from tests.test_streaming_sessions import LENGTH, MORE, Session, commit, expect_well, kv_of
+from tests.test_streaming_sessions import (
+    LENGTH,
+    LONG,
+    MORE,
+    Session,
+    commit,
+    expect_well,
+    kv_of,
+)
 from tests.test_streaming_sessions import server as server
 
 
@@ -32,7 +40,7 @@ def test_turn_sent_while_another_is_retracted_is_refused(
 ) -> None:
     session = Session(server)
     history = len(session.turn(LENGTH).tokens) + LENGTH if has_history else 0
-    waiting = session.begin(tokens=300)
+    waiting = session.begin(tokens=LONG)
     waiting.wait_for_tokens(3)
     pause(server, "retract")
     early = session.begin()
@@ -44,7 +52,7 @@ def test_turn_sent_while_another_is_retracted_is_refused(
     if kv_cache != "keep":
         assert set(kv_of(whole)) == {new}
     expect_refused(early)
-    assert session.turn().meta["prompt_tokens"] == history + MORE + 300 + MORE
+    assert session.turn().meta["prompt_tokens"] == history + MORE + LONG + MORE
     session.close()
     expect_well(server)
 
@@ -53,7 +61,7 @@ def test_refused_turn_leaves_the_session_to_the_running_one(server: Server) -> N
     """Both come before the session has KV, and are scheduled together."""
     session = Session(server)
     pause(server, "in_place")
-    first = session.begin(LENGTH, tokens=300)
+    first = session.begin(LENGTH, tokens=LONG)
     until_waiting(server, 1)
     early = session.begin(LENGTH)
     until_waiting(server, 2)
@@ -61,7 +69,7 @@ def test_refused_turn_leaves_the_session_to_the_running_one(server: Server) -> N
     expect_refused(early)
     expect_refused(session.begin())
     expect_whole(first)
-    assert session.turn().meta["cached_tokens"] == LENGTH + 300 - 1
+    assert session.turn().meta["cached_tokens"] == LENGTH + LONG - 1
     session.close()
     expect_well(server)
 
@@ -72,7 +80,7 @@ def test_aborted_retracted_turn_leaves_nothing_to_the_next(
 ) -> None:
     session = Session(server)
     history = len(session.turn(LENGTH).tokens) + LENGTH if has_history else 0
-    waiting = session.begin(tokens=300)
+    waiting = session.begin(tokens=LONG)
     waiting.wait_for_tokens(3)
     pause(server, "retract")
     waiting.abort()
@@ -90,7 +98,7 @@ def test_aborted_retracted_turn_leaves_nothing_to_the_next(
 def test_session_closed_while_its_turn_is_retracted_ends_the_turn(server: Server) -> None:
     session = Session(server)
     session.turn(LENGTH)
-    waiting = session.begin(tokens=300)
+    waiting = session.begin(tokens=LONG)
     waiting.wait_for_tokens(3)
     pause(server, "retract")
     session.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.server import Server, serve
+from harness.starting import STEP_MS
 from tests.support.load import (
     Generation,
     Output,
@@ -27,6 +28,8 @@ from tests.support.load import (
 )
 
 LENGTH, MORE, TOKENS = 40, 10, 4
+# tokens of a turn that lasts for seconds, as its steps wait so many milliseconds
+LONG, LONG_STEP_MS = 60, 30
 # positions with KV; nothing computes the KV of the last token
 FIRST_TURN = LENGTH + TOKENS - 1
 BOTH_TURNS = LENGTH + TOKENS + MORE + TOKENS - 1
@@ -41,7 +44,8 @@ def server(
     log = tmp_path_factory.mktemp("sessions") / "log"
     loop = ("--disable-overlap-schedule",) if request.param == "normal" else ()
     flags = ("--enable-streaming-session", "--weight-version", "v0", *loop)
-    with serve(checkpoints / "v0", *flags, log=log) as server:
+    env = {STEP_MS: str(LONG_STEP_MS)}
+    with serve(checkpoints / "v0", *flags, log=log, env=env) as server:
         yield server
 
 
@@ -99,7 +103,8 @@ def test_closed_session_frees_its_kv(server: Server) -> None:
 
 
 def test_timed_out_session_frees_its_kv(server: Server) -> None:
-    session = Session(server, timeout=0.1)
+    # on busy cores the turn may come this much later than the session
+    session = Session(server, timeout=1.0)
     session.turn(LENGTH)
     until("it is closed", lambda: f"Session closed: {session.name}" in server.log_text())
     expect_well(server)
@@ -129,7 +134,7 @@ def test_fence_during_a_turn_keeps_its_kv_from_the_next_turn(
 ) -> None:
     session = Session(server)
     session.turn(LENGTH)
-    running = session.begin(tokens=300)
+    running = session.begin(tokens=LONG)
     running.wait_for_tokens(3)
     old, new = commit(server, checkpoints, "fence")
     first = kv_of(expect_whole(running))
@@ -161,7 +166,7 @@ def test_fence_during_a_retracted_turn_recomputes_its_kv(server: Server, checkpo
     """The session keeps the turn's KV until the fence."""
     session = Session(server)
     session.turn(LENGTH)
-    running = session.begin(tokens=300)
+    running = session.begin(tokens=LONG)
     running.wait_for_tokens(3)
     pause(server, "retract")
     _, new = commit(server, checkpoints, "fence")
@@ -212,13 +217,13 @@ def test_running_turn_over_the_bound_recomputes_its_history(
 ) -> None:
     session = Session(server)
     session.turn(LENGTH)
-    running = session.begin(tokens=300)
+    running = session.begin(tokens=LONG)
     running.wait_for_tokens(3)
     receipt = update(server, checkpoints, 0, non_blocking=True, kv_max_age=0)
     assert receipt["retracted"] == 1
     output = expect_whole(running)
-    assert len(output.tokens) == 300
+    assert len(output.tokens) == LONG
     assert set(kv_of(output)) == {"v0"}
-    assert session.turn().meta["cached_tokens"] == FIRST_TURN + 1 + MORE + 300 - 1
+    assert session.turn().meta["cached_tokens"] == FIRST_TURN + 1 + MORE + LONG - 1
     session.close()
     expect_well(server)
