@@ -30,7 +30,7 @@ from tests.support.updates import by_reference
 Source = Literal["tensor", "blocking", "disk", "distributed"]
 
 ROUNDS: tuple[Source, ...] = ("tensor", "blocking", "disk", "distributed", "tensor")
-MODEL = LargeMarker(vocab=512 << 10, heads=64, kv_heads=64, head_dim=256)
+MODEL = LargeMarker(vocab=256 << 10, heads=32, kv_heads=32, head_dim=256)
 RATE = 0.3
 
 Weights = dict[str, torch.Tensor]
