@@ -40,7 +40,15 @@ from tests.support.load import (
 from tests.support.memory_release import bytes_of, release, resident, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.resident import Resident
-from tests.support.updates import LIVE, expect_served, message_of, refuse, serving, tensor_body
+from tests.support.updates import (
+    LIVE,
+    expect_served,
+    expect_to_run_on,
+    message_of,
+    refuse,
+    serving,
+    tensor_body,
+)
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -177,7 +185,7 @@ def test_update_works_between_resumed_weights_and_resumed_cache(
     server: Server, versions: Path
 ) -> None:
     """Trainers sharing the device resume the weights, update, then resume the cache."""
-    frozen = start_running(server, 2, tokens=100)
+    frozen = start_running(server, 2, tokens=LONG)
     pause(server, "retract")
     release(server, keep_weights="discard")
     until("requests are frozen", lambda: status(server)["state"] == "frozen")
@@ -188,13 +196,12 @@ def test_update_works_between_resumed_weights_and_resumed_cache(
     late = Generation(server, tokens=5)
     assert resume_memory(server, KV, "cuda_graph")["paused"] is True
     resume(server)
-    for generation in frozen:
-        assert versions_of(expect_whole(generation)) == ["v0", "v1"]
     assert versions_of(expect_whole(late)) == ["v1"]
+    expect_to_run_on(server, frozen, [0, 1])
 
 
 def test_weights_are_released_under_requests_that_keep_their_cache(server: Server) -> None:
-    frozen = start_running(server, 2, tokens=100)
+    frozen = start_running(server, 2, tokens=LONG)
     pause(server, "in_place")
     for tags in ([KV], [], [KV, WEIGHTS]):
         answer = server.post("/release_memory_occupation", {"tags": tags})
@@ -203,10 +210,11 @@ def test_weights_are_released_under_requests_that_keep_their_cache(server: Serve
     release(server, WEIGHTS, keep_weights="host")
     # released weights freeze even a pause of mode wait
     assert pause(server, "wait")["ranks"][0]["running"] == 2
+    settle(server, frozen)
     resume_memory(server, WEIGHTS)
     resume(server)
-    for generation in frozen:
-        assert versions_of(expect_whole(generation)) == ["v0"]
+    for output in expect_all_go_on(frozen):
+        assert versions_of(output) == ["v0"]
 
 
 def test_calls_while_memory_is_released_answer_correctly_or_409(
@@ -374,7 +382,7 @@ def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
 def test_vllm_sleep_keeps_requests_until_wake_up(
     server: Server, versions: Path, level: int
 ) -> None:
-    frozen = start_running(server, 2, tokens=100)
+    frozen = start_running(server, 2, tokens=LONG)
     slept = server.post(f"/sleep?level={level}&mode=keep")
     assert (slept["status_code"], slept["status"], slept["level"]) == (200, "sleeping", level)
     assert memory(server)[KV] == "away"
@@ -390,9 +398,8 @@ def test_vllm_sleep_keeps_requests_until_wake_up(
         update(server, versions, 1, **LIVE)
         assert server.post("/wake_up?tags=kv_cache")["status"] == "awake"
     assert server.get("/is_sleeping")["is_sleeping"] is False
-    for generation in frozen:
-        expected = ["v0"] if level == 1 else ["v0", "v1"]
-        assert versions_of(expect_whole(generation)) == expected
+    for output in expect_all_go_on(frozen):
+        assert versions_of(output) == (["v0"] if level == 1 else ["v0", "v1"])
 
 
 def test_vllm_wake_up_before_the_weights_keeps_requests_waiting(
