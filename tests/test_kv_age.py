@@ -163,13 +163,13 @@ def test_kv_is_as_old_after_a_rollback_as_after_a_commit(
 
 
 def test_n_samples_of_a_request_recompute_their_kv(any_server: Server, checkpoints: Path) -> None:
-    (group,) = start_running(any_server, 1, tokens=400, n=3, input_ids=prompt(LENGTH))
+    (group,) = start_running(any_server, 1, tokens=150, n=3, input_ids=prompt(LENGTH))
     receipt = commit(any_server, checkpoints, 1, kv_max_age=0)
     assert receipt["retracted"] == 3
     for output in group.outputs():
         assert [version for version, _ in kv_runs(output)] == ["v1"]
         assert set(output.tokens) == {FIRST, FIRST + 1}
-        assert len(output.tokens) == 400
+        assert len(output.tokens) == 150
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_wrong_policy_is_a_400_that_names_it(
 ) -> None:
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **fields}
     answer = any_server.post("/update_weights_from_disk", body)
-    assert answer["status_code"] == 400
+    assert answer["status_code"] == 150
     assert named in answer["message"]
 
 
@@ -195,17 +195,17 @@ def test_wrong_policy_is_a_400_that_names_it(
 def test_wrong_bound_of_a_request_is_a_400_that_names_it(any_server: Server, most: Any) -> None:
     body = {"input_ids": prompt(), "sampling_params": {"custom_params": {"kv_max_age": most}}}
     answer = any_server.post("/generate", body)
-    assert answer["status_code"] == 400
+    assert answer["status_code"] == 150
     assert "kv_max_age must be a whole number" in str(answer)
 
 
 def test_beam_search_over_the_bound_begins_anew_beside_one_within_it(
     any_server: Server, checkpoints: Path
 ) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 400, "beam_width": 2}
+    sampling = {"temperature": 0, "max_new_tokens": 150, "beam_width": 2}
     old, young = (
         Generation(
-            any_server, tokens=400, input_ids=prompt(LENGTH), stream=False,
+            any_server, tokens=150, input_ids=prompt(LENGTH), stream=False,
             sampling={**sampling, **with_bound(most)},
         )
         for most in (0, 9)
