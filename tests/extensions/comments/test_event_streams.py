@@ -26,7 +26,7 @@ from tests.support.load import (
 from tests.support.updates import Call
 
 # long enough to outlast a pause after the first token
-TOKENS = 600
+TOKENS = 200
 COMPLETION = {
     "model": "default",
     "prompt": [7, 8, 9],
