@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,25 @@ from tests.support.load import (
     until_waiting,
     update,
 )
+from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.vllm import Rollout, expect_versions_of, make_rollouts
 
 pytest_plugins = ["tests.support.fixtures"]
 
 TOKEN = marker.token(0)
+
+# attention over the marker's whole context takes half a minute
+CONTEXT = 512
+FLAVOURS["short_context"] = replace(
+    FLAVOURS["vllm_server"],
+    flags=(*FLAVOURS["vllm_server"].flags, "--context-length", str(CONTEXT)),
+)
+
+
+@pytest.fixture
+def short_context(pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS["short_context"])
+    pool.restore()
 
 
 def generate(server: Server, *, code: int = 200, **body: Any) -> Any:
@@ -115,10 +131,10 @@ def test_traced_tokens_are_emitted_and_scored(vllm_server: Server) -> None:
     assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == trace
 
 
-def test_trace_ends_with_the_context(vllm_server: Server) -> None:
-    long, trace = prompt(marker.CONFIG["max_position_embeddings"] - 8), prompt(20)  # type: ignore[operator]
+def test_trace_ends_with_the_context(short_context: Server) -> None:
+    long, trace = prompt(CONTEXT - 8), prompt(20)
     sampling = {"trace_decode_token_ids": trace}
-    (choice,) = generate(vllm_server, token_ids=long, sampling_params=sampling)["choices"]
+    (choice,) = generate(short_context, token_ids=long, sampling_params=sampling)["choices"]
     assert 0 < len(choice["token_ids"]) <= 8
     assert choice["token_ids"] == trace[: len(choice["token_ids"])]
 
