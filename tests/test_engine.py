@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness import marker
+from harness.starting import STEP_MS
 from sglang_inflight.client import cover_exactly, digest_of_all, digests, read_spans
 from tests.support.engine import run_script
 from tests.support.engine_calls import NONSENSE, TOKENS
@@ -22,7 +23,9 @@ def answers(
 ) -> dict[str, Any]:
     pool.discard()
     folder = tmp_path_factory.mktemp("engine")
-    answers: dict[str, Any] = run_script("tests.support.engine_calls", checkpoints, folder)
+    answers: dict[str, Any] = run_script(
+        "tests.support.engine_calls", checkpoints, folder, {STEP_MS: "25"}
+    )
     return answers
 
 

@@ -105,7 +105,7 @@ def test_fence_and_recompute_stop_reuse_of_prefixes_on_the_host(
     spill(server)
     ask(server, on_the_device)
     before = server.get("/get_weight_version")["weight_version"]
-    running = start_running(server, 2, tokens=200)
+    running = start_running(server, 2, tokens=100)
     name = update(server, checkpoints, kv_cache)
     for ids in (on_the_host, on_the_device):
         meta = ask(server, ids)

@@ -25,7 +25,8 @@ from sglang_inflight.client import digests
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.load import ENDLESS
 
-TOKENS = 600
+# tokens of a request under several calls; the engine of the test has slow steps
+TOKENS = 200
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 # ended by something else
 ENDLESS_SAMPLING = {**SAMPLING, "max_new_tokens": ENDLESS}

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from harness.marker import FIRST, VOCAB, token
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.starting import UPSTREAM
 from harness.streams import read_event
 from sglang_inflight.client import cover_exactly, read_spans, version_per_token
@@ -38,11 +38,15 @@ _serial = itertools.count()
 
 
 def until(what: str, probe: Callable[[], T], *, patience_s: float = PATIENCE_S) -> T:
-    """Poll ``probe`` until it is true, and return its answer."""
-    deadline = time.monotonic() + patience_s
+    """Poll ``probe`` until it is true, and return its answer.
+
+    A poll may cost a server more than a step, so later polls are fewer.
+    """
+    began = time.monotonic()
     while not (answer := probe()):
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
-        time.sleep(0.005)
+        waited = time.monotonic() - began
+        assert waited < patience_s, f"not within {patience_s:g} s: {what}"
+        time.sleep(0.005 if waited < 1 else 0.03)
     return answer
 
 
@@ -277,7 +281,7 @@ def until_made_by(generation: Generation, version: int) -> None:
 # ---- the scheduler -------------------------------------------------------------------
 
 # open connections are kept: opening one takes longer than a scheduler's step
-_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S)
+_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S, **PLAIN)
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from harness.marker import FIRST
 from harness.server import Server, serve
+from harness.starting import STEP_MS
 from tests.support.load import (
     Generation,
     Output,
@@ -31,7 +32,7 @@ from tests.support.load import (
 from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
-POOL, PROMPT = 1024, 16  # tokens
+POOL, PROMPT = 512, 16  # tokens
 # running requests at most
 MOST = 8
 _rooms = itertools.count(1)
@@ -55,7 +56,8 @@ def decode_server(
         *request.param,
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("decode") / "server.log"
-    with serve(checkpoints / "v0", *flags, log=log) as server:
+    # slow steps let few tokens outlast a test's calls
+    with serve(checkpoints / "v0", *flags, log=log, env={STEP_MS: "20"}) as server:
         yield server
 
 
@@ -122,7 +124,7 @@ def test_update_while_paused_splits_spans_at_the_exact_token(
     server: Server, checkpoints: Path
 ) -> None:
     """Meanwhile the server accepts requests and reports healthy."""
-    running = start(server, 2, tokens=240)
+    running = start(server, 2, tokens=120)
     for generation in running:
         generation.wait_for_tokens(3)
     pause(server, "in_place")
@@ -134,7 +136,7 @@ def test_update_while_paused_splits_spans_at_the_exact_token(
     resume(server)
     for generation, count in zip(running, counts, strict=False):
         labels = labels_of(expect_whole(generation).meta["weight_versions"])
-        assert labels == ["v0"] * count + ["v1"] * (240 - count)
+        assert labels == ["v0"] * count + ["v1"] * (120 - count)
     assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
 
 
@@ -180,7 +182,7 @@ def test_retract_pause_keeps_tokens_and_versions(server: Server, checkpoints: Pa
 
 def test_request_past_its_version_lag_frees_its_kv(server: Server, checkpoints: Path) -> None:
     """SGLang ends an idle server if KV slots are missing from its pool."""
-    running = start(server, MOST, tokens=100)
+    running = start(server, MOST, tokens=40)
     for generation in running:
         generation.wait_for_tokens(3)
     late = {"custom_params": {"max_version_lag": 0}}
@@ -218,7 +220,7 @@ def test_request_waiting_for_its_grammar_can_be_aborted(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) -> None:
     """Applies to running, to retracted, and to requests waiting for their prompt's KV."""
-    running = [*start(server, 1, 240, rid="run1"), *start(server, 1, 240, rid="run10")]
+    running = [*start(server, 1, 120, rid="run1"), *start(server, 1, 120, rid="run10")]
     for generation in running:
         generation.wait_for_tokens(3)
     pause(server, mode)
@@ -236,7 +238,7 @@ def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) ->
 
 def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints: Path) -> None:
     """A retracted request can be recomputed only by the prefill server."""
-    (running,) = start(server, 1, tokens=240)
+    (running,) = start(server, 1, tokens=120)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
     refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
@@ -249,7 +251,7 @@ def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints:
         server.post("/update_weights_from_disk", waits), "--disaggregation-mode", status_code=409
     )
     resume(server)
-    assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
+    assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 120
 
 
 def test_update_with_upstreams_fields_waits_for_requests(server: Server, checkpoints: Path) -> None:
