@@ -29,7 +29,7 @@ from tests.support.seats import Seats, hand_back, kill, seats
 
 FLAGS = ("--weight-version", "v0", "--dtype", "float32", "--max-running-requests", "8")
 # slow steps give a test the time to meet a rollout, and cost less than more tokens
-ENV = {STEP_MS: "30"}
+ENV = {STEP_MS: "60"}
 LENGTH, TOKENS = 40, 60
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
 LONG = {"max_new_tokens": 5000}

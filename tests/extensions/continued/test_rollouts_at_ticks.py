@@ -23,7 +23,7 @@ from tests.support.seats import Seats, hand_back, kill, seats
 
 TOKENS, ROLLOUTS = 80, 4
 # slow steps let rollouts outlast an update, and cost less than more tokens
-ENV = {STEP_MS: "40"}
+ENV = {STEP_MS: "60"}
 # ``check`` reads a version's tokens behind the colon
 OLD, NEW = "old:0", "new:1"
 MORE = ((), ("--incremental-streaming-output",), ())

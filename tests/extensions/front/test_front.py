@@ -34,7 +34,7 @@ FLAGS = (
     "--weight-version", "v0", "--dtype", "float32", "--served-model-name", MODEL,
 )  # fmt: skip
 # slow steps give a test the time to meet a request, and cost less than more tokens
-ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1", STEP_MS: "30"}
+ENV = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1", STEP_MS: "60"}
 TOKENS = 60
 GENERATE, VLLM = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

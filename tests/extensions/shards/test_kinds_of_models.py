@@ -50,7 +50,7 @@ SERVED = {
 }
 
 
-@pytest.fixture(scope="module", params=SERVED.values(), ids=SERVED)
+@pytest.fixture(scope="module", params=[*SERVED.values()], ids=[*SERVED])
 def kind(request: pytest.FixtureRequest) -> Served:
     found: Served = request.param
     return found
