@@ -147,8 +147,8 @@ def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
     finally:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    seen.discard("PYTHONPATH")  # a fork gets its own, see ``_become``
-    seen.discard(STEP_MS)  # a fork reads its own, see ``harness/pace.py``
+    # a fork gets its own path (``_become``), and reads the step's wait itself (``harness/pace.py``)
+    seen -= {"PYTHONPATH", STEP_MS}
     return {name: before.get(name) for name in seen}, made
 
 

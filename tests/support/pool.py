@@ -19,6 +19,7 @@ import httpx
 
 from harness.server import Server, free_port, serve
 from harness.starting import ENV as ENV
+from harness.starting import STEP_MS
 from harness.starting import UPSTREAM as UPSTREAM
 from sglang_inflight.extension import all_extensions
 from sglang_inflight.settings import PREFIX, Settings, names_of_extensions
@@ -100,6 +101,8 @@ FLAVOURS = {
             "SGLANG_INFLIGHT_SSE_COMMENT": "1",
             # seconds until uvicorn replaces a dead worker
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
+            # requests outlast calls to several workers by slow steps, which cost less than tokens
+            STEP_MS: "40",
         },
         ADMIN_KEY,
     ),

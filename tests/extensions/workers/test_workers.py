@@ -256,7 +256,7 @@ def test_blocking_update_waits_for_requests_of_the_other_worker(
 ) -> None:
     """SGLang's own blocking update waits for its worker's requests only."""
     one, other = via_workers
-    (running,) = start_running(other, 1, tokens=600)
+    (running,) = start_running(other, 1, tokens=150)
     succeed(sender.send(one, "disk", 1, flush_cache=False, weight_version="v1"))
     assert versions_of(expect_whole(running)) == ["v0"]
     expect_version_everywhere(via_workers, "v1")
@@ -424,7 +424,7 @@ def test_sigterm_to_a_worker_lets_its_requests_end(
     """A new worker replaces it, and the server survives later deaths of workers."""
     one, other = via_workers
     (running,) = start_running(other, 1, tokens=ENDLESS)
-    (its_own,) = start_running(one, 1, tokens=400)
+    (its_own,) = start_running(one, 1, tokens=120)
     grant = pause(other, "in_place")
     settle(other, [running, its_own])
     assert its_own.count < its_own.max_new_tokens
@@ -454,7 +454,7 @@ def test_sigterm_to_the_server_ends_pauses_so_that_requests_end(
 ) -> None:
     """The worker whose requests end first does not end the server."""
     one, other = via_workers
-    running = [*start_running(other, 1, tokens=600), *start_running(one, 1, tokens=300)]
+    running = [*start_running(other, 1, tokens=160), *start_running(one, 1, tokens=90)]
     pause(one, "in_place")
     settle(other, running)
     assert all(generation.count < generation.max_new_tokens for generation in running)
@@ -493,7 +493,7 @@ def test_granian_workers_pause_and_update(
 ) -> None:
     """Granian starts workers differently from uvicorn, and they share no socket."""
     one, other = via_granian_workers
-    running = start_on_both(via_granian_workers, tokens=600)
+    running = start_on_both(via_granian_workers, tokens=150)
     pause(other, "in_place")
     settle(one, running)
     succeed(sender.send(one, "tensor", 1, weight_version="v1", **LIVE))
