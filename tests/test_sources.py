@@ -18,6 +18,7 @@ from tests.support.checkpoint_engine import checkpoint_engine
 from tests.support.faults import Faults
 from tests.support.load import ENDLESS, start_running, until
 from tests.support.pool import CUSTOM_LOADER, ServerPool
+from tests.support.servers import HUB
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (
@@ -206,16 +207,19 @@ def on_the_hub(cache: Path, name: str, checkpoint: Path) -> None:
     (model / "refs" / "main").write_text(commit)
 
 
+@pytest.mark.parametrize("place", ["cache", "download_dir"])
 def test_update_from_a_hub_name_goes_live(
-    checkpoints: Path, pool: ServerPool, tmp_path: Path
+    checkpoints: Path, pool: ServerPool, tmp_path: Path, place: str
 ) -> None:
     pool.discard()
-    on_the_hub(tmp_path / "hub", "someone/trained", checkpoints / "v1")
-    env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    flags = ("--weight-version", "v0")
-    with serve(checkpoints / "v0", *flags, log=tmp_path / "log", env=env) as server:
+    name, flags, folder = f"someone/trained_{place}", ["--weight-version", "v0"], Path(HUB.name)
+    if place == "download_dir":
+        folder = tmp_path / "hub"
+        flags += ["--download-dir", str(folder)]
+    on_the_hub(folder, name, checkpoints / "v1")
+    with serve(checkpoints / "v0", *flags, log=tmp_path / "log") as server:
         generations = start_running(server, 2, tokens=ENDLESS)
-        body = {"model_path": "someone/trained", **V1}
+        body = {"model_path": name, **V1}
         succeed(server.post(DISK, body))
         assert server.get("/model_info")["weight_version"] == "v1"
         refuse(server.post(DISK, body | {"model_path": "someone/else"}), "'someone/else'", "Hub")

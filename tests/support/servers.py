@@ -5,6 +5,7 @@ A plugin of ``tests/conftest.py``.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -34,8 +35,13 @@ LONG = {
 }
 POOL = pytest.StashKey[ServerPool]()
 
+# what servers find on the Hub
+HUB = tempfile.TemporaryDirectory(prefix="inflight-hub-")
+
 starting.ENV |= {
     starting.STEP_MS: "5",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_CACHE": HUB.name,
     # each rank of a server would compile what SGLang has for a GPU, for 3 s of its start
     "TORCHDYNAMO_DISABLE": "1",
 }

@@ -267,7 +267,8 @@ def _prepare(
     config: ModelConfig, runner: ModelRunner, load_format: LoadFormat
 ) -> tuple[str, list[str], bool]:
     """Return the directory, SGLang's choice of its files, and whether they are safetensors."""
-    loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+    cache = runner.load_config.download_dir
+    loader = DefaultModelLoader(LoadConfig(load_format=load_format, download_dir=cache))
     source = DefaultModelLoader.Source.init_new(config, runner.model)
     found: tuple[str, list[str], bool] = loader._prepare_weights(
         source.model_or_path,
