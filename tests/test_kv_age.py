@@ -187,7 +187,7 @@ def test_wrong_policy_is_a_400_that_names_it(
 ) -> None:
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **fields}
     answer = any_server.post("/update_weights_from_disk", body)
-    assert answer["status_code"] == 150
+    assert answer["status_code"] == 400
     assert named in answer["message"]
 
 
@@ -195,7 +195,7 @@ def test_wrong_policy_is_a_400_that_names_it(
 def test_wrong_bound_of_a_request_is_a_400_that_names_it(any_server: Server, most: Any) -> None:
     body = {"input_ids": prompt(), "sampling_params": {"custom_params": {"kv_max_age": most}}}
     answer = any_server.post("/generate", body)
-    assert answer["status_code"] == 150
+    assert answer["status_code"] == 400
     assert "kv_max_age must be a whole number" in str(answer)
 
 
