@@ -281,7 +281,9 @@ def until_made_by(generation: Generation, version: int) -> None:
 # ---- the scheduler -------------------------------------------------------------------
 
 # open connections are kept: opening one takes longer than a scheduler's step
-_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S, **PLAIN)
+# shorter than the server's 5 s, or a call could use a connection while the server closes it
+KEPT = httpx.Limits(keepalive_expiry=2)
+_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S, limits=KEPT, **PLAIN)
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:

@@ -13,7 +13,7 @@ import httpx
 from harness import marker
 from harness.server import PLAIN, Server
 from harness.trainer import Trainer, layout
-from tests.support.load import ENDLESS, PATIENCE_S, Output, prompt, until
+from tests.support.load import ENDLESS, KEPT, PATIENCE_S, Output, prompt, until
 
 # small, so that the marker model fills several buckets
 BUCKET_BYTES = 30_000
@@ -49,7 +49,13 @@ class VLLMClient:
     """A vLLM trainer's calls, in vLLM's own terms."""
 
     def __init__(self, server: Server) -> None:
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
+        self._http = httpx.Client(
+            base_url=server.url,
+            headers=server.headers,
+            timeout=120,
+            limits=KEPT,
+            **PLAIN,
+        )
 
     def post(self, path: str, json: Any = None, **params: Any) -> Any:
         return self._read(self._http.post(path, json=json, params=params))

@@ -17,6 +17,7 @@ import httpx
 
 from harness.server import PLAIN, Server
 from harness.trainer import Trainer
+from tests.support.load import KEPT
 from tests.support.vllm import update_info
 
 Body = dict[str, Any]
@@ -100,7 +101,13 @@ class Client:
         self._framework = framework
         self._checkpoints = checkpoints
         self._trainer = trainer
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
+        self._http = httpx.Client(
+            base_url=server.url,
+            headers=server.headers,
+            timeout=120,
+            limits=KEPT,
+            **PLAIN,
+        )
 
     def connect(self) -> None:
         """Ask for the number of ranks, and join a group with them, for sources with broadcasts."""

@@ -165,7 +165,9 @@ class Stage:
         self._checkpoints = checkpoints
         self._client = Client(url, api_key=api_key)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_S)
+        # shorter than the server's 5 s, or a call could use a connection while the server closes it
+        limits = httpx.Limits(keepalive_expiry=2)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_S, limits=limits)
         self._threads = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Stage:
