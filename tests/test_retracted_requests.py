@@ -25,9 +25,8 @@ from tests.test_retraction import LENGTH, LONG, begin, requests, retract
 from tests.test_retraction import flavour as flavour
 from tests.test_retraction import server as server
 
-# prompts that leave too few slots for the requests of a test; attention over one long prompt
-# would take minutes
-CROWDING = (3250,) * 4
+# prompts that leave too few slots for the requests of a test, by half of their length
+CROWDING = (890,) * 4
 
 
 # the scheduler reports a non-streaming request's tokens at multiples of this count

@@ -28,14 +28,14 @@ from tests.support.load import (
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 
 # KV slots, enough for all requests of a test at their full length
-POOL = 16384
+POOL = 5120
 _COMMON = (
     "--weight-version", "v0",
     "--max-total-tokens", str(POOL),
     "--max-running-requests", "32",
     "--schedule-conservativeness", "0",
     # small enough to split the second prefill of a retracted request into chunks
-    "--chunked-prefill-size", "256",
+    "--chunked-prefill-size", "100",
     # input embeddings have no tokens to look prefixes up by
     "--disable-radix-cache",
     "--enable-return-hidden-states",
@@ -47,7 +47,7 @@ FLAVOURS["retraction_increments"] = Flavour(
 )
 
 # tokens of a request with an end, and of one without
-LENGTH, LONG = 450, 1400
+LENGTH, LONG = 200, 400
 PROMPT = prompt(16)
 EMBEDDINGS = [[((7 * i + j) % 5 - 1.5) / 4 for j in range(HIDDEN)] for i in range(16)]
 
