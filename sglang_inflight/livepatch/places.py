@@ -62,9 +62,11 @@ class Places:
         for module, name in [*self._places[id(original)], *growing]:
             # the id may belong to a deleted object
             if module is not source and vars(module).get(name) is original:
-                setattr(module, name, wrapped)
-                self._places[id(wrapped)].append((module, name))
-                replaced += 1
+                # SGLang's search, too, leaves a name that its module keeps
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(module, name, wrapped)
+                    self._places[id(wrapped)].append((module, name))
+                    replaced += 1
         return replaced
 
 

@@ -123,6 +123,24 @@ def test_callable_object_is_left_to_sglangs_search(holders: Holders) -> None:
     assert holders.held() == ["old", "new", "old"]
 
 
+class Keeper(ModuleType):
+    """A module that keeps its names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def test_module_that_keeps_its_names_stops_no_other(
+    holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Keeper("a_keeper")
+    vars(keeper)["held"] = Functions.old
+    monkeypatch.setitem(sys.modules, "a_keeper", keeper)
+    assert Places(search).replace(Functions.old, Functions.new, None) == 3
+    assert holders.held() == ["new"] * 3
+    assert vars(keeper)["held"]() == "old"
+
+
 def test_hooks_are_applied_without_sglangs_search(
     holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
