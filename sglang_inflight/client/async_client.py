@@ -85,7 +85,7 @@ DRAIN_S = 86_400.0
 # no limit on reads and writes: ``_call`` bounds the whole call
 _TIMEOUT = httpx.Timeout(10.0, read=None, write=None)
 # shorter than the server's 5 s, or a call could use a connection while the server closes it
-_LIMITS = httpx.Limits(keepalive_expiry=2.0)
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
 
 class AsyncClient:
@@ -125,7 +125,7 @@ class AsyncClient:
             # loading certificates takes longer than a call, and a fleet has many clients
             verify=httpx.URL(url).scheme == "https",
             retries=ATTEMPTS - 1,
-            limits=_LIMITS,
+            limits=LIMITS,
         )
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport

@@ -23,6 +23,7 @@ from harness.server import PLAIN, Server
 from harness.starting import UPSTREAM
 from harness.streams import read_event
 from sglang_inflight.client import cover_exactly, read_spans, version_per_token
+from sglang_inflight.client.async_client import LIMITS
 
 T = TypeVar("T")
 
@@ -281,9 +282,7 @@ def until_made_by(generation: Generation, version: int) -> None:
 # ---- the scheduler -------------------------------------------------------------------
 
 # open connections are kept: opening one takes longer than a scheduler's step
-# shorter than the server's 5 s, or a call could use a connection while the server closes it
-KEPT = httpx.Limits(keepalive_expiry=2)
-_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S, limits=KEPT, **PLAIN)
+_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S, limits=LIMITS, **PLAIN)
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:

@@ -13,7 +13,8 @@ import httpx
 from harness import marker
 from harness.server import PLAIN, Server
 from harness.trainer import Trainer, layout
-from tests.support.load import ENDLESS, KEPT, PATIENCE_S, Output, prompt, until
+from sglang_inflight.client.async_client import LIMITS
+from tests.support.load import ENDLESS, PATIENCE_S, Output, prompt, until
 
 # small, so that the marker model fills several buckets
 BUCKET_BYTES = 30_000
@@ -53,7 +54,7 @@ class VLLMClient:
             base_url=server.url,
             headers=server.headers,
             timeout=120,
-            limits=KEPT,
+            limits=LIMITS,
             **PLAIN,
         )
 

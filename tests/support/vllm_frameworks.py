@@ -17,7 +17,7 @@ import httpx
 
 from harness.server import PLAIN, Server
 from harness.trainer import Trainer
-from tests.support.load import KEPT
+from sglang_inflight.client.async_client import LIMITS
 from tests.support.vllm import update_info
 
 Body = dict[str, Any]
@@ -105,7 +105,7 @@ class Client:
             base_url=server.url,
             headers=server.headers,
             timeout=120,
-            limits=KEPT,
+            limits=LIMITS,
             **PLAIN,
         )
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from sglang_inflight.client import Client, Receipt
+from sglang_inflight.client.async_client import LIMITS
 from sglang_inflight.client.spans import Span, read_spans
 from sglang_inflight.extensions.replay import EXTENSION, PAUSE_ID, SCRIPT, SETTING
 from sglang_inflight.extensions.replay.rollout import Event, Record, Rollout, rows_of
@@ -165,9 +166,7 @@ class Stage:
         self._checkpoints = checkpoints
         self._client = Client(url, api_key=api_key)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # shorter than the server's 5 s, or a call could use a connection while the server closes it
-        limits = httpx.Limits(keepalive_expiry=2)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_S, limits=limits)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_S, limits=LIMITS)
         self._threads = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Stage:
