@@ -84,10 +84,16 @@ def main() -> None:
     with _low_numbers_kept_free():
         seen, made = _import_all()
     # not at the top: importing SGLang must happen under watch
-    from harness import kept_plan, pace
-    from sglang_inflight.livepatch.places import keep_places
+    from sglang.srt.plugins import hook_registry
 
-    keep_places()
+    from harness import kept_plan, pace
+    from sglang_inflight.livepatch.places import Places
+
+    places = Places(hook_registry._propagate_patch)
+    places.complete()
+    replace: Any = places.replace
+    # for good: the forks import little more
+    hook_registry._propagate_patch = replace
     kept_plan.install()
     pace.install()
     getproctitle()  # finds the title's place, which a new environment hides

@@ -70,16 +70,6 @@ class Places:
         return replaced
 
 
-def keep_places() -> None:
-    """Give the registry an index for good, of a process whose later imports are few."""
-    from sglang.srt.plugins import hook_registry
-
-    places = Places(hook_registry._propagate_patch)
-    places.complete()
-    replace: Any = places.replace
-    hook_registry._propagate_patch = replace
-
-
 @contextlib.contextmanager
 def looking_once() -> Iterator[None]:
     """Give the registry an index for the block, which applies hooks.
@@ -90,7 +80,7 @@ def looking_once() -> Iterator[None]:
 
     search = hook_registry._propagate_patch
     if isinstance(getattr(search, "__self__", None), Places):
-        # within another block, or after ``keep_places``
+        # within another block, or in a process that keeps an index, as those of tests do
         yield
         return
     replace: Any = Places(search).replace
