@@ -9,7 +9,6 @@ or ids are one state.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -199,9 +198,15 @@ def key(pauses: HeldPauses) -> Any:
     return pauses.state, pauses.holders, waiting
 
 
-@functools.cache
-def reachable() -> list[tuple[HeldPauses, Event, Transition]]:
-    """Return each event in each reachable state, with its transition."""
+Reachable = list[tuple[HeldPauses, Event, Transition]]
+
+
+@pytest.fixture(scope="module")
+def reachable() -> Reachable:
+    """Return each event in each reachable state, with its transition.
+
+    They are two million objects, which no later module's garbage collections should look at.
+    """
     events = [make(0.0) for make in EVENTS.values()]
     begin = HeldPauses()
     known, pending, found = {key(begin)}, [begin], []
@@ -217,10 +222,10 @@ def reachable() -> list[tuple[HeldPauses, Event, Transition]]:
     return found
 
 
-def test_invariants_hold_in_every_order_of_pauses() -> None:
-    states = {before.state for before, _, _ in reachable()}
+def test_invariants_hold_in_every_order_of_pauses(reachable: Reachable) -> None:
+    states = {before.state for before, _, _ in reachable}
     assert states == set(PauseState)
-    for before, event, done in reachable():
+    for before, event, done in reachable:
         check(before, event, done)
 
 
@@ -246,7 +251,7 @@ def row_of(pauses: HeldPauses, event: Event) -> str:
             return "take, unless frozen" if call.yields else f"take {modes}"
 
 
-def test_docstrings_table_matches_machine() -> None:
+def test_docstrings_table_matches_machine(reachable: Reachable) -> None:
     table: dict[tuple[str, PauseState], set[PauseState]] = {}
     assert machine.__doc__ is not None
     rows = re.findall(r"^    (\w.*?)  +(\S.*?)  +(\S.*?)  +(\S.*)$", machine.__doc__, re.MULTILINE)
@@ -255,14 +260,14 @@ def test_docstrings_table_matches_machine() -> None:
         for state, cell in zip(PauseState, cells, strict=True):
             table[row, state] = {PauseState[name] for name in re.findall("[A-Z]+", cell)}
     found = defaultdict(set)
-    for before, event, done in reachable():
+    for before, event, done in reachable:
         found[row_of(before, event), before.state].add(done.pauses.state)
     assert table == found
 
 
+@pytest.mark.usefixtures("reachable")
 def test_transition_does_not_change_messages() -> None:
     """The sender may send the message again."""
-    reachable()
     assert {name: make(0.0) for name, make in EVENTS.items()} == AS_SENT
 
 
