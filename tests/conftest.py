@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     if not _only_distributes_tests(config):
+        # until all is imported (``pytest_collection``)
+        gc.disable()
         config.pluginmanager.import_plugin("tests.support.servers")
         config.pluginmanager.import_plugin("tests.support.unread")
 
