@@ -16,6 +16,8 @@ import pytest
 
 # the running test's, held so that no collector takes an unread error along
 _TASKS: list[asyncio.Task[Any]] = []
+# more are looked through: asyncio asks each task that lives for its loop, at each end of a loop
+_MOST_TASKS = 100
 _create_task = asyncio.BaseEventLoop.create_task
 
 
@@ -23,6 +25,8 @@ def _create_and_note_task(
     loop: asyncio.BaseEventLoop, coro: Any, *, name: object = None, context: Context | None = None
 ) -> asyncio.Task[Any]:
     task = _create_task(loop, coro, name=name, context=context)
+    if len(_TASKS) >= _MOST_TASKS:
+        _TASKS[:] = [each for each in _TASKS if not each.done() or each._log_traceback]
     _TASKS.append(task)
     return task
 
