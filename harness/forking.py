@@ -82,10 +82,16 @@ class Zygote:
         util.spawnv_passfds = fork
         return end
 
-    def take_over_commands(self, has_same_imports: Callable[[Mapping[str, str]], bool]) -> None:
+    def take_over_commands(
+        self,
+        has_same_imports: Callable[[Mapping[str, str]], bool],
+        *,
+        forks_commands: bool = True,
+    ) -> None:
         """Make ``subprocess`` ask the zygote for commands of this Python.
 
-        A command is started fresh in an environment without ``has_same_imports``.
+        A command is started fresh in an environment without ``has_same_imports``. The forked ones
+        have the given ``forks_commands``.
         """
         popen: Any = subprocess.Popen
         start: Callable[..., None] = popen._execute_child
@@ -102,7 +108,7 @@ class Zygote:
                 env,
                 fds=(0, 1, 2),
                 own_group=asked["start_new_session"] or asked["process_group"] == 0,
-                forks_commands=True,
+                forks_commands=forks_commands,
                 cwd=os.fspath(asked["cwd"] or os.getcwd()),
             )
             theirs = (asked[name] for name in ("p2cread", "c2pwrite", "errwrite"))
@@ -119,6 +125,39 @@ class Zygote:
         if received is None:
             raise EOFError("the zygote has ended")
         return received[0]
+
+
+@dataclass(frozen=True)
+class Imports:
+    """Imports of a zygote, by the environment that they found and changed.
+
+    In a process with another value of a variable read, the imports would differ.
+    """
+
+    seen: Mapping[str, str | None]  # variables read by imported code, as they were before
+    made: Mapping[str, str]  # variables that it set
+
+    def equal_those_in(self, env: Mapping[str, str]) -> bool:
+        """Tell whether a process has the same imports in this environment, or in a fork's."""
+        changed = self.in_a_fork()
+        return all(env.get(name) in (was, changed[name]) for name, was in self.seen.items())
+
+    def in_a_fork(self) -> Mapping[str, str | None]:
+        """Return what was read, as a fork finds it: its environment has what the imports set."""
+        return {name: self.made.get(name, was) for name, was in self.seen.items()}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a forked process has from the zygote that forked it."""
+
+    zygote: Zygote  # a clean one, for processes that this one starts
+    imports: Imports
+    serves: bool  # whether the zygote is one of servers
+
+
+# a forked process sets it once, before any code of the command runs
+origin: Origin | None = None
 
 
 def _is_forkable(asked: Mapping[str, Any]) -> bool:
@@ -157,9 +196,9 @@ def _read(connection: socket.socket, length: int) -> Iterator[bytes]:
         yield part
 
 
-def become_subreaper() -> None:
-    """Make the kernel pass us orphans among our descendants, in place of process 1."""
-    _set(_PR_SET_CHILD_SUBREAPER, 1)
+def become_subreaper(yes: bool = True) -> None:
+    """Make the kernel pass us orphans among our descendants, or again pass us by."""
+    _set(_PR_SET_CHILD_SUBREAPER, int(yes))
 
 
 def end_with_parent() -> None:

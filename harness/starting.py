@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from harness import forking
 from harness.forking import Command, Forked, Zygote, become_subreaper
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,20 @@ def forked_children() -> Iterator[None]:
         give_back()
 
 
+def fork_workers() -> None:
+    """Fork the Python processes that this process starts by ``subprocess`` from now on.
+
+    They have this process' environment. Their imports are those of our servers' environment.
+    """
+    if _has_accelerator():
+        return
+    made = _connect_to_zygote(_environment(), "--only-imports")
+    if made is not None:
+        become_subreaper()
+        zygote, _ = made
+        zygote.take_over_commands(lambda env: True, forks_commands=False)
+
+
 def make_zygotes(*changes: Mapping[str, str | None]) -> None:
     """Make our environment's zygote, and those of environments with ``changes``, all at once.
 
@@ -184,18 +199,38 @@ def _make_zygote(
 ) -> tuple[Zygote, Mapping[str, str | None]] | None:
     changed = {**_environment(), **dict(changes)}
     env = {name: value for name, value in changed.items() if value is not None}
+    own = forking.origin
+    if own is None or not own.imports.equal_those_in(env):
+        return _connect_to_zygote(env)
+    if not own.serves:
+        return _connect_to_zygote(env, by=own.zygote)
+    return own.zygote, own.imports.in_a_fork()
+
+
+def _connect_to_zygote(
+    env: Mapping[str, str], *flags: str, by: Zygote | None = None
+) -> tuple[Zygote, Mapping[str, str | None]] | None:
+    """Make a zygote, in a fork of ``by`` if that is given, and return what ``_zygote`` returns."""
     ours, theirs = socket.socketpair()
-    with tempfile.TemporaryFile() as output:
-        subprocess.Popen(
-            [sys.executable, "-m", "harness.zygote", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            cwd=ROOT,
-            process_group=0,
-        )
+    arguments = ["-m", "harness.zygote", str(theirs.fileno()), *flags]
+    with tempfile.TemporaryFile() as output, open(os.devnull, "rb") as nothing:
+        if by is None:
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=nothing,
+                stdout=output,
+                stderr=output,
+                env=env,
+                cwd=ROOT,
+                process_group=0,
+            )
+        else:
+            become_subreaper()
+            fds = (0, 1, 2, theirs.fileno())
+            command = Command(arguments, env, fds, own_group=True, cwd=str(ROOT))
+            files = (nothing, output, output, theirs)
+            by.fork(command, [file.fileno() for file in files])
         theirs.close()
         zygote = Zygote(ours)
         try:
@@ -203,5 +238,5 @@ def _make_zygote(
         except EOFError:
             output.seek(0)
             said = output.read().decode()
-            print(f"nothing is forked with {changes}: {said[-1000:]}", file=sys.stderr)
+            print(f"nothing is forked: {said[-1000:]}", file=sys.stderr)
             return None

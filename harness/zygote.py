@@ -5,6 +5,10 @@
 fork skips them and does all else like a fresh process: the zygote loads no plugin, applies no patch
 and reads no flag.
 
+Workers of a test run are forks, too. Their zygote has ``--only-imports`` behind FD: it leaves out
+what servers do faster or slower than users' ones do (``_prepare_servers``). A worker makes its
+servers' zygote by a fork, which has the imports already.
+
 A fork may rely on:
 
 - One thread. The zygote only imports, so no lock is held by a thread missing in a fork, and OpenMP
@@ -32,14 +36,17 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
+from harness import forking
 from harness.forking import (
     Command,
+    Imports,
+    Origin,
     Zygote,
     become_subreaper,
     end_with_parent,
@@ -80,9 +87,33 @@ _STANDARD_LIBRARY = str(
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    serves = sys.argv[2:] != ["--only-imports"]
     gc.disable()  # imported objects stay, so looking at them would be in vain
-    with _low_numbers_kept_free():
-        seen, made = _import_all()
+    if forking.origin is None:
+        with _low_numbers_kept_free():
+            imports = _import_all()
+    else:
+        imports = forking.origin.imports
+        # its orphans are for the asking process
+        become_subreaper(False)
+    if serves:
+        _prepare_servers()
+    getproctitle()  # finds the title's place, which a new environment hides
+    _check_that_forks_are_safe()
+    gc.collect()
+    gc.freeze()  # pages without a collector's writes stay shared
+    gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
+    send(connection, imports.seen if forking.origin is None else imports.in_a_fork())
+    command, zygote = _fork(connection, imports)
+    forking.origin = Origin(zygote, imports, serves)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _become(command, imports.made)
+    _run(command.arguments)
+
+
+def _prepare_servers() -> None:
+    """Do once what each server would do, and slow down their steps."""
     # not at the top: importing SGLang must happen under watch
     from sglang.srt.plugins import hook_registry
 
@@ -96,22 +127,6 @@ def main() -> None:
     hook_registry._propagate_patch = replace
     kept_plan.install()
     pace.install()
-    getproctitle()  # finds the title's place, which a new environment hides
-    _check_that_forks_are_safe()
-    gc.collect()
-    gc.freeze()  # pages without a collector's writes stay shared
-    gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
-    send(connection, seen)
-
-    def has_same_imports(env: Mapping[str, str]) -> bool:
-        # a fork's environment has what the imports made
-        return all(env.get(name) in (was, made.get(name, was)) for name, was in seen.items())
-
-    command = _fork(connection, has_same_imports)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _become(command, made)
-    _run(command.arguments)
 
 
 @contextlib.contextmanager
@@ -133,11 +148,7 @@ def _low_numbers_kept_free() -> Iterator[None]:
 _READ_IN_C = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "MALLOC_PERTURB_")
 
 
-def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
-    """Import, and return the environment variables read by imported code, and those it set.
-
-    In a process with another value of a variable read, the imports would differ.
-    """
+def _import_all() -> Imports:
     before, seen = dict(os.environ), set(_READ_IN_C)
     environ = type(os.environ)
     read = environ.__getitem__
@@ -155,7 +166,7 @@ def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
     # a fork gets its own path (``_become``), and reads the step's wait itself (``harness/pace.py``)
     seen -= {"PYTHONPATH", STEP_MS}
-    return {name: before.get(name) for name in seen}, made
+    return Imports({name: before.get(name) for name in seen}, made)
 
 
 def _check_that_forks_are_safe() -> None:
@@ -164,13 +175,8 @@ def _check_that_forks_are_safe() -> None:
         raise SystemExit(f"an import started threads, which a fork would lose: {threads}")
 
 
-def _fork(
-    connection: socket.socket, has_same_imports: Callable[[Mapping[str, str]], bool]
-) -> Command:
-    """Fork for each command. Return in the forked processes only.
-
-    ``has_same_imports`` tells whether imports in an environment would be those of this process.
-    """
+def _fork(connection: socket.socket, imports: Imports) -> tuple[Command, Zygote]:
+    """Fork for each command. Return in the forked processes only, with a clean zygote of theirs."""
     while True:
         received = receive(connection)
         if received is None:
@@ -197,8 +203,8 @@ def _fork(
         zygote = Zygote(ours)
         zygote.take_over_spawn()
         if command.forks_commands:
-            zygote.take_over_commands(has_same_imports)
-        return command
+            zygote.take_over_commands(imports.equal_those_in)
+        return command, zygote
 
 
 def _fork_orphan(command: Command) -> int | None:

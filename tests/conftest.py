@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from harness.starting import fork_workers
+from tests.support import environment
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Turn SIGTERM into an interrupt, so that an ended run ends its servers too.
@@ -17,7 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    if not _only_distributes_tests(config):
+    environment.set_up()
+    if _only_distributes_tests(config):
+        fork_workers()
+    else:
         # until all is imported (``pytest_collection``)
         gc.disable()
         config.pluginmanager.import_plugin("tests.support.servers")

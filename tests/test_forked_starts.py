@@ -10,8 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
+import sglang
+import torch
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+from sglang.srt.plugins import hook_registry
 
-from harness.starting import Process, end, start
+from harness import forking
+from harness.starting import ROOT, Process, end, start
+from sglang_inflight.livepatch import series
+from sglang_inflight.livepatch.places import Places
+from sglang_inflight.livepatch.series import Series
 from tests.support.load import until
 
 TELL = """
@@ -167,6 +175,44 @@ def test_command_with_other_imports_is_not_forked(log: Path) -> None:
     changed = changed.replace("child =", "os.environ['TORCHDYNAMO_DISABLE'] = '0'\nchild =", 1)
     process = run(log, "-c", changed, TELL_IMPORTS, forks_commands=True)
     assert said(log, process) == "False ['one', 'two'] three True 7"
+
+
+by_a_worker = pytest.mark.skipif(
+    forking.origin is None,
+    reason="this process is no worker of pytest-xdist, which would be a fork",
+)
+
+
+@by_a_worker
+def test_worker_has_what_only_servers_of_tests_have() -> None:
+    """Unit tests look at SGLang and at our patches as users have them."""
+    assert forking.origin is not None
+    assert not forking.origin.serves
+    assert not hasattr(EagerRunner.execute, "__wrapped__")
+    assert Series.plan.__module__ == series.__name__
+    assert not isinstance(getattr(hook_registry._propagate_patch, "__self__", None), Places)
+
+
+@by_a_worker
+def test_workers_servers_import_anew(log: Path) -> None:
+    """A fork has each module at its parent's address."""
+    addresses = "import sglang, torch; print(id(sglang), id(torch))"
+    assert said(log, run(log, "-c", addresses)) == f"{id(sglang)} {id(torch)}"
+    assert said(log, run(log, "-c", addresses, fresh=True)) != f"{id(sglang)} {id(torch)}"
+
+
+def test_process_of_a_fork_imports_anew(log: Path) -> None:
+    """Such a fork is a test's script that starts servers."""
+    nested = """
+from harness.starting import start, end
+import sglang, sys
+print(id(sglang), flush=True)
+child = start(["-c", "import sglang; print(id(sglang))"], output=sys.stdout)
+assert child.wait(60) == 0
+"""
+    said(log, run(log, "-c", nested, PYTHONPATH=str(ROOT)))
+    mine, childs = log.read_text().split()
+    assert mine == childs
 
 
 @pytest.mark.xdist_group("compiled")

@@ -15,10 +15,10 @@ import torch
 from harness import marker
 from harness.server import PLAIN, RUNNING, START_TIMEOUT_S, Server, serve
 from tests.support.checkpoint_engine import checkpoint_engine
+from tests.support.environment import HUB
 from tests.support.faults import Faults
 from tests.support.load import ENDLESS, start_running, until
 from tests.support.pool import CUSTOM_LOADER, ServerPool
-from tests.support.servers import HUB
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (
@@ -212,7 +212,7 @@ def test_update_from_a_hub_name_goes_live(
     checkpoints: Path, pool: ServerPool, tmp_path: Path, place: str
 ) -> None:
     pool.discard()
-    name, flags, folder = f"someone/trained_{place}", ["--weight-version", "v0"], Path(HUB.name)
+    name, flags, folder = f"someone/trained_{place}", ["--weight-version", "v0"], HUB
     if place == "download_dir":
         folder = tmp_path / "hub"
         flags += ["--download-dir", str(folder)]

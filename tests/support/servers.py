@@ -5,13 +5,11 @@ A plugin of ``tests/conftest.py``.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import starting
 from harness.marker import build
 from harness.server import RUNNING, Server
 from tests.support.failed_server import describe
@@ -34,17 +32,6 @@ LONG = {
     "test_wheels",
 }
 POOL = pytest.StashKey[ServerPool]()
-
-# what servers find on the Hub
-HUB = tempfile.TemporaryDirectory(prefix="inflight-hub-")
-
-starting.ENV |= {
-    starting.STEP_MS: "5",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_CACHE": HUB.name,
-    # each rank of a server would compile what SGLang has for a GPU, for 3 s of its start
-    "TORCHDYNAMO_DISABLE": "1",
-}
 
 
 @pytest.hookimpl(tryfirst=True)
