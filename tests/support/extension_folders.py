@@ -7,6 +7,8 @@ in each copy. SGLang is imported once, because a fork of this process installs e
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import json
 import os
@@ -73,9 +75,15 @@ def _look_in_a_fork(folder: Path, environment: dict[str, str]) -> dict[str, Any]
 
 def main(folder: Path) -> None:
     # for the forks: whatever our modules import of SGLang
+    from sglang_inflight.livepatch.series import load_series
     from sglang_inflight.plugin import every_hook
 
     every_hook()
+    # each copy plans the same patches of the same modules; nothing writes into a parsed module
+    ast.parse = functools.cache(ast.parse)  # type: ignore[assignment]
+    series = load_series()
+    # a zygote keeps the plan of the series itself, and would parse nothing
+    series.within(series.root).plan()
     # a collection in a fork would copy and visit all that SGLang's import has made
     gc.disable()
     gc.freeze()

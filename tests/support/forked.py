@@ -1,7 +1,6 @@
 """Run code in a process with SGLang imported, for tests that need a process of their own.
 
-A fresh interpreter would spend seconds on the import. The files that use this share a worker, and
-so one such process (``ONE_WORKER``).
+A fresh interpreter would spend seconds on the import.
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import pytest
-
 from harness.starting import Process, end, start
-
-# a mark of a file
-ONE_WORKER = pytest.mark.xdist_group("forked code")
 
 
 class Talk(NamedTuple):
@@ -30,7 +24,12 @@ class Talk(NamedTuple):
 
 
 def run(
-    arguments: Sequence[str], *, said: str = "", env: Mapping[str, str] | None = None, wait_s: float
+    arguments: Sequence[str],
+    *,
+    said: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    wait_s: float,
 ) -> str:
     """Run ``python`` with these arguments and this input, and return its output.
 
@@ -43,7 +42,7 @@ def run(
     ):
         reads.write(said)
         reads.seek(0)
-        process = start(arguments, output=output, errors=errors, reads=reads, env=env)
+        process = start(arguments, output=output, errors=errors, reads=reads, env=env, cwd=cwd)
         try:
             code = process.wait(wait_s)
         finally:

@@ -26,9 +26,6 @@ from sglang_inflight.scheduler.update import cost
 from sglang_inflight_tools import doctor, flags, foreign
 from sglang_inflight_tools.tried_flags import DECIDING, TRIED
 from tests.support import tried_flags
-from tests.support.forked import ONE_WORKER
-
-pytestmark = ONE_WORKER
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 

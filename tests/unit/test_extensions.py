@@ -25,8 +25,6 @@ from sglang_inflight.vocabulary.errors import BadSetting
 from tests.support import extension_folders, forked
 from tests.unit.test_import_circles import PACKAGE, imports_of, name_of
 
-pytestmark = forked.ONE_WORKER
-
 FOLDER = f"{PACKAGE}.extensions"
 TESTS = ROOT / "tests"
 BY_NAME = {each.name: each for each in all_extensions()}

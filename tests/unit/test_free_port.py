@@ -10,8 +10,6 @@ import harness.server
 from harness.server import free_port
 from tests.support import forked
 
-pytestmark = forked.ONE_WORKER
-
 # two picks of SGLang's, which no other test and no other run on this machine claims
 FIRST = 65536 + 2 * os.getpid()
 SECOND = FIRST + 1

@@ -22,11 +22,13 @@ from harness.marker import CONFIG
 from sglang_inflight_tools import platform
 from sglang_inflight_tools.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
 from sglang_inflight_tools.platform import ReferencePlatform
+from tests.support import forked
 
 # the most features of a CPU without bfloat16
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 OWN = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
 ISAS = ("AVX2", "avx512_core", "AVX512_CORE_VNNI")
+# a run of the tests has others of its own
 OPEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 
 # all cases share one import: each forks from it, with an environment of its own
@@ -37,6 +39,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import prepare_server_args
 # a collection in a fork would copy and visit all that SGLang's import has made
 gc.disable()
+for name in {OPEN}:
+    os.environ.pop(name, None)
 for arguments, environment in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ.update(environment)
@@ -111,7 +115,8 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Chosen]:
     attention_dp = ("--attn-dp-size",), ("--enable-dp-attention", "--dp-size")
     cases += [([*flags, "--tp-size", "2", *words, "2"], {}) for words in attention_dp]
     # SGLang prints lines of its own
-    lines = _run(SERVE, json.dumps(cases), **OLD_CPU).splitlines()
+    code = SERVE.replace("{OPEN}", repr(OPEN))
+    lines = forked.run(["-c", code, json.dumps(cases)], env=OLD_CPU, wait_s=240).splitlines()
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
@@ -163,7 +168,7 @@ def test_threads_follow_matrix_size(weights: int, cores: int, threads: int) -> N
 
 @pytest.fixture(scope="module")
 def said_by_isa() -> dict[str, str]:
-    said: dict[str, str] = json.loads(_run(ASK_EACH, *ISAS))
+    said: dict[str, str] = json.loads(forked.run(["-c", ASK_EACH, *ISAS], wait_s=240))
     return said
 
 

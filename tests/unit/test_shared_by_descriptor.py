@@ -12,8 +12,6 @@ from sglang_inflight.scheduler.update.sources import tensors
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import forked
 
-pytestmark = forked.ONE_WORKER
-
 SHARE = """
 import sys
 import torch

@@ -14,8 +14,6 @@ import uvloop
 from sglang_inflight.frontend.engine.shared_loop import share
 from tests.support import forked
 
-pytestmark = forked.ONE_WORKER
-
 WAIT_S = 60
 
 # In a process of its own: nest_asyncio, installed with SGLang, patches all of asyncio.

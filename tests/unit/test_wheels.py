@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -18,10 +17,15 @@ import pytest
 
 from harness.starting import ROOT
 from sglang_inflight.vocabulary.version import VERSION
+from tests.support import forked
 
-# imports of an installation of the wheel alone; the environment has the tools, too
+# imports of an installation of the wheel alone; a fork has this tree's modules and the tools, too
 INSTALL = """
-import sys
+import os, sys
+# not earlier: SGLang's import reads it, too, and a fork has that behind it
+os.environ["SGLANG_PLUGINS"] = "inflight"
+for name in [name for name in sys.modules if name.startswith("sglang_inflight")]:
+    del sys.modules[name]
 sys.modules["sglang_inflight_tools"] = None
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -147,17 +151,9 @@ def test_server_and_clients_wheel_alone_install_the_plugin(
 ) -> None:
     server_wheel.extractall(tmp_path)
     client_wheel.extractall(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALL],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "SGLANG_PLUGINS": "inflight"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    expected = f"{tmp_path}/sglang_inflight/__init__.py True"
-    assert done.stdout.splitlines()[-1:] == [expected], done.stderr[-2000:]
+    env = {"PYTHONPATH": str(tmp_path)}
+    said = forked.run(["-c", INSTALL], env=env, cwd=tmp_path, wait_s=240)
+    assert said.splitlines()[-1:] == [f"{tmp_path}/sglang_inflight/__init__.py True"]
 
 
 def test_distributions_need_each_other_in_one_version() -> None:
