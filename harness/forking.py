@@ -149,7 +149,7 @@ class Imports:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a forked process has from the zygote that forked it."""
+    """A forked process has this from its zygote."""
 
     zygote: Zygote  # a clean one, for processes that this one starts
     imports: Imports

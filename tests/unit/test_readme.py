@@ -99,16 +99,9 @@ def test_readmes_installation_fails_in_a_clone(words: list[str], tmp_path: Path)
     """Dependencies are left out: they are installed here, and come from a network."""
     clone, target = tmp_path / "clone", tmp_path / "target"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*NOT_BUILT))
-    options = [
-        "--no-compile",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--target",
-        str(target),
-    ]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
     done = subprocess.run(
-        [sys.executable, "-m", *words, *options, "--target", str(target)],
+        [sys.executable, "-m", *words, *options],
         cwd=clone,
         capture_output=True,
         text=True,
