@@ -200,11 +200,14 @@ def _make_zygote(
     changed = {**_environment(), **dict(changes)}
     env = {name: value for name, value in changed.items() if value is not None}
     own = forking.origin
-    if own is None or not own.imports.equal_those_in(env):
-        return _connect_to_zygote(env)
-    if not own.serves:
-        return _connect_to_zygote(env, by=own.zygote)
-    return own.zygote, own.imports.in_a_fork()
+    if own is not None and not own.imports.equal_those_in(env):
+        own = None
+    if own is not None and own.serves:
+        return own.zygote, own.imports.in_a_fork()
+    made = _connect_to_zygote(env, by=own.zygote if own is not None else None)
+    if made is None:
+        print(f"nothing is forked with {changes}", file=sys.stderr)
+    return made
 
 
 def _connect_to_zygote(
@@ -238,5 +241,5 @@ def _connect_to_zygote(
         except EOFError:
             output.seek(0)
             said = output.read().decode()
-            print(f"nothing is forked: {said[-1000:]}", file=sys.stderr)
+            print(f"the zygote has ended: {said[-1000:]}", file=sys.stderr)
             return None

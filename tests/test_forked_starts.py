@@ -203,7 +203,7 @@ def test_workers_servers_import_anew(log: Path) -> None:
 def test_process_of_a_fork_imports_anew(log: Path) -> None:
     """Such a fork is a test's script that starts servers."""
     nested = """
-from harness.starting import start, end
+from harness.starting import start
 import sglang, sys
 print(id(sglang), flush=True)
 child = start(["-c", "import sglang; print(id(sglang))"], output=sys.stdout)
