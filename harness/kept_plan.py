@@ -27,5 +27,7 @@ def install() -> None:
 
     Series.plan = plan  # type: ignore[method-assign]
     # a server whose SGLang does not fit says so itself
-    with contextlib.suppress(PatchRefused):
-        load_series().plan()
+    with contextlib.suppress(PatchRefused, SyntaxError):
+        for module in load_series().plan().modules:
+            # computed at their first use
+            _ = module.lines, module.codes

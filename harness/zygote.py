@@ -37,6 +37,7 @@ import socket
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from harness.forking import (
     receive,
     send,
 )
+from harness.huge_pages import make_pages_huge
 from harness.starting import STEP_MS
 from sglang_inflight.extension import all_extensions
 from sglang_inflight.plugin import hook_modules
@@ -103,6 +105,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # pages without a collector's writes stay shared
     gc.enable()
+    make_pages_huge()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
     send(connection, imports.seen if forking.origin is None else imports.in_a_fork())
     command, zygote = _fork(connection, imports)
@@ -118,9 +121,9 @@ def _prepare_servers() -> None:
     from sglang.srt.plugins import hook_registry
 
     from harness import kept_plan, pace
-    from sglang_inflight.livepatch.places import Places
+    from harness.kept_places import KeptPlaces
 
-    places = Places(hook_registry._propagate_patch)
+    places = KeptPlaces(hook_registry._propagate_patch)
     places.complete()
     replace: Any = places.replace
     # for good: the forks import little more
@@ -161,6 +164,11 @@ def _import_all() -> Imports:
     try:
         for module in MODULES:
             importlib.import_module(module)
+        # plugins change something when they are called
+        for plugin in entry_points(group="sglang.srt.plugins"):
+            # SGLang says so itself
+            with contextlib.suppress(ImportError):
+                importlib.import_module(plugin.module)
     finally:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}

@@ -32,8 +32,9 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.plugins import stands_in_for_kernels, with_plugin
+from tests.support.plugins import with_plugin
 from tests.support.records import ask_for_routes, routes_of, single_version
+from tests.support.stand_ins import stands_in_for_kernels
 from tests.support.updates import expect_served, misshapen, refuse, serving, tensor_body
 
 pytestmark = stands_in_for_kernels

@@ -25,8 +25,9 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.plugins import stands_in_for_kernels, with_plugin
+from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
+from tests.support.stand_ins import stands_in_for_kernels
 
 pytestmark = stands_in_for_kernels
 

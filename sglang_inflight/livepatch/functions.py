@@ -147,19 +147,13 @@ def function_at(text: str, line: int) -> str | None:
     return search(tree.body, ())
 
 
-def show_in_tracebacks(filename: str, text: str) -> None:
+def show_in_tracebacks(filename: str, text: str, lines: list[str]) -> None:
     """Put the source into ``linecache``. Without a modification time the entry is never evicted."""
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    linecache.cache[filename] = (len(text), None, lines, filename)
 
 
-def build(
-    function: ChangedFunction,
-    tree: ast.Module,
-    filename: str,
-    module: ModuleType,
-    owner: ModuleType | type,
-) -> Any:
-    """Return the object that the ``def`` would bind in ``owner``, with decorators and defaults."""
+def compiled(function: ChangedFunction, tree: ast.Module, filename: str) -> CodeType:
+    """Return the code that binds the function, alone, in its module or in its class."""
     statement: ast.stmt = function.node
     for outer in reversed(function.classes):
         statement = _class_with_only(statement, outer)
@@ -168,6 +162,13 @@ def build(
     )
     for outer in function.classes:
         code = _body_of(code, outer.name)
+    return code
+
+
+def build(
+    function: ChangedFunction, code: CodeType, module: ModuleType, owner: ModuleType | type
+) -> Any:
+    """Return the object that the ``def`` would bind in ``owner``, with decorators and defaults."""
     namespace = _ClassNamespace(vars(owner) if function.classes else {})
     exec(code, vars(module), namespace)
     cell = namespace.get("__classcell__")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,10 +34,13 @@ class Places:
     def complete(self) -> None:
         """Index modules imported since the last look."""
         now = list(sys.modules.values())
-        if now == self._seen:
-            return
-        self._seen, self._growing = now, []
-        for module in now:
+        if now != self._seen:
+            self._seen = now
+            self._index(now)
+
+    def _index(self, modules: Iterable[Any]) -> None:
+        self._growing = []
+        for module in modules:
             if not isinstance(module, ModuleType) or module in self._indexed:
                 continue
             if getattr(getattr(module, "__spec__", None), "_initializing", False):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from packaging.version import Version
@@ -25,6 +26,7 @@ from sglang_inflight.livepatch.functions import (
     Module,
     build,
     changed_functions,
+    compiled,
     function_at,
     show_in_tracebacks,
 )
@@ -82,6 +84,21 @@ class PatchedModule:
     @property
     def name(self) -> str:
         return _module_name(self.file)
+
+    @property
+    def filename(self) -> str:
+        """Name of the patched functions' source in tracebacks."""
+        return f"<sglang_inflight patched>/{self.file}"
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines(keepends=True)
+
+    @cached_property
+    def codes(self) -> dict[ChangedFunction, CodeType]:
+        """The code of each changed function."""
+        tree = self.module.tree
+        return {change: compiled(change, tree, self.filename) for change, _ in self.changes}
 
 
 @dataclass(frozen=True)
@@ -171,7 +188,6 @@ class Series:
         in_fork: bool,
     ) -> hooks.Replacement:
         target = f"{patched.name}.{change.qualname}"
-        filename = f"<sglang_inflight patched>/{patched.file}"
         try:
             module = importlib.import_module(patched.name)
             owner: Any = module
@@ -179,8 +195,8 @@ class Series:
                 owner = vars(owner)[outer.name]
             if in_fork:
                 return hooks.Replacement(target, owner, None, patches, self.found)
-            show_in_tracebacks(filename, patched.text)
-            built = build(change, patched.module.tree, filename, module, owner)
+            show_in_tracebacks(patched.filename, patched.text, patched.lines)
+            built = build(change, patched.codes[change], module, owner)
         except Exception as error:
             reason = f"cannot be compiled in its module: {error!r}"
             raise self._refused(reason, _names(patches), target) from error

@@ -14,6 +14,7 @@ import sglang.srt.managers.scheduler  # noqa: F401
 from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from harness.kept_places import KeptPlaces
 from sglang_inflight.livepatch import hooks
 from sglang_inflight.livepatch.places import Places, looking_once
 
@@ -53,12 +54,19 @@ class Holders:
         return [vars(module)["held"]() for module in self.modules]
 
 
+@pytest.fixture(params=[Places, KeptPlaces])
+def kind(request: pytest.FixtureRequest) -> type[Places]:
+    """The index of a server's process, and the one that tests' servers find in theirs."""
+    found: type[Places] = request.param
+    return found
+
+
 @pytest.fixture
 def holders(monkeypatch: pytest.MonkeyPatch) -> Holders:
     return Holders(monkeypatch)
 
 
-def test_sglangs_search_finds_no_place_left() -> None:
+def test_sglangs_search_finds_no_place_left(kind: type[Places]) -> None:
     """The functions are those that most modules hold. Each gets its places back."""
     found = Counter(
         value
@@ -67,7 +75,7 @@ def test_sglangs_search_finds_no_place_left() -> None:
         for value in list(vars(module).values())
         if isinstance(value, FunctionType) and value.__module__ in sys.modules
     )
-    places = Places(search)
+    places = kind(search)
     for value, count in found.most_common(8):
         source = sys.modules[value.__module__]
         assert places.replace(value, Functions.new, source) > count // 2
@@ -76,13 +84,13 @@ def test_sglangs_search_finds_no_place_left() -> None:
         assert (left, search(Functions.new, value, source)) == (0, 0)
 
 
-def test_source_of_a_function_is_left_to_the_registry(holders: Holders) -> None:
-    assert Places(search).replace(Functions.old, Functions.new, holders.modules[0]) == 2
+def test_source_of_a_function_is_left_to_the_registry(kind: type[Places], holders: Holders) -> None:
+    assert kind(search).replace(Functions.old, Functions.new, holders.modules[0]) == 2
     assert holders.held() == ["old", "new", "new"]
 
 
-def test_module_imported_after_the_look_is_found(holders: Holders) -> None:
-    places = Places(search)
+def test_module_imported_after_the_look_is_found(kind: type[Places], holders: Holders) -> None:
+    places = kind(search)
     places.complete()
     holders.modules.append(holders.add("a_late_holder"))
     assert places.replace(Functions.old, Functions.new, None) == 4
@@ -98,28 +106,53 @@ def test_module_in_place_of_another_is_found(holders: Holders) -> None:
     assert holders.held() == ["new"] * 3
 
 
-def test_module_amid_its_import_is_found_by_later_names(holders: Holders) -> None:
+def test_another_main_module_is_found(
+    kind: type[Places], holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork has a main module of its own, under the name of its parent's."""
+    places = kind(search)
+    places.complete()
+    main = ModuleType("__main__")
+    vars(main)["held"] = Functions.old
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    holders.modules.append(main)
+    assert places.replace(Functions.old, Functions.new, None) == 4
+    assert holders.held() == ["new"] * 4
+
+
+def test_modules_that_left_hide_no_later_one(kind: type[Places], holders: Holders) -> None:
+    places = kind(search)
+    places.complete()
+    del sys.modules["holder_2"]
+    holders.modules[2] = holders.add("a_late_holder")
+    places.replace(Functions.old, Functions.new, None)
+    assert holders.held() == ["new"] * 3
+
+
+def test_module_amid_its_import_is_found_by_later_names(
+    kind: type[Places], holders: Holders
+) -> None:
     growing = holders.modules[1]
     growing.__spec__ = spec = ModuleSpec(growing.__name__, None)
     spec._initializing = True  # type: ignore[attr-defined]
-    places = Places(search)
+    places = kind(search)
     places.complete()
     vars(growing)["another"] = Functions.old
     assert places.replace(Functions.old, Functions.new, None) == 4
     assert vars(growing)["another"]() == "new"
 
 
-def test_function_hooked_again_is_found_in_its_places(holders: Holders) -> None:
-    places = Places(search)
+def test_function_hooked_again_is_found_in_its_places(kind: type[Places], holders: Holders) -> None:
+    places = kind(search)
     places.replace(Functions.old, Functions.new, None)
     assert places.replace(Functions.new, Functions.newer, None) == 3
     assert holders.held() == ["newer"] * 3
 
 
-def test_callable_object_is_left_to_sglangs_search(holders: Holders) -> None:
+def test_callable_object_is_left_to_sglangs_search(kind: type[Places], holders: Holders) -> None:
     part = functools.partial(Functions.old)
     vars(holders.modules[1])["held"] = part
-    assert Places(search).replace(part, Functions.new, None) == 1
+    assert kind(search).replace(part, Functions.new, None) == 1
     assert holders.held() == ["old", "new", "old"]
 
 
@@ -131,12 +164,12 @@ class Keeper(ModuleType):
 
 
 def test_module_that_keeps_its_names_stops_no_other(
-    holders: Holders, monkeypatch: pytest.MonkeyPatch
+    kind: type[Places], holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Keeper("a_keeper")
     vars(keeper)["held"] = Functions.old
     monkeypatch.setitem(sys.modules, "a_keeper", keeper)
-    assert Places(search).replace(Functions.old, Functions.new, None) == 3
+    assert kind(search).replace(Functions.old, Functions.new, None) == 3
     assert holders.held() == ["new"] * 3
     assert vars(keeper)["held"]() == "old"
 
