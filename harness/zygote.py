@@ -39,7 +39,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from setproctitle import getproctitle, setproctitle
 
@@ -118,11 +118,17 @@ def main() -> None:
 def _prepare_servers() -> None:
     """Do once what each server would do, and slow down their steps."""
     # not at the top: importing SGLang must happen under watch
+    import msgspec
+    from sglang.srt.managers import io_struct
     from sglang.srt.plugins import hook_registry
 
     from harness import kept_plan, pace
     from harness.kept_places import KeptPlaces
+    from sglang_inflight import messages
 
+    # msgspec keeps what it learns of a message's fields
+    known = (*messages.calls(), *messages.answers())
+    msgspec.msgpack.Decoder(Union[known], dec_hook=io_struct.dec_hook)  # noqa: UP007
     places = KeptPlaces(hook_registry._propagate_patch)
     places.complete()
     replace: Any = places.replace
@@ -150,6 +156,9 @@ def _low_numbers_kept_free() -> Iterator[None]:
 # variables read past Python
 _READ_IN_C = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "MALLOC_PERTURB_")
 
+# constants of SGLang's scheduler that it reads at its import, and that tests change
+_READ_AGAIN = ("TEST_RETRACT", "TEST_RETRACT_INTERVAL")
+
 
 def _import_all() -> Imports:
     before, seen = dict(os.environ), set(_READ_IN_C)
@@ -172,8 +181,9 @@ def _import_all() -> Imports:
     finally:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    # a fork gets its own path (``_become``), and reads the step's wait itself (``harness/pace.py``)
-    seen -= {"PYTHONPATH", STEP_MS}
+    # a fork gets its own path and reads constants again (``_become``), and it reads the step's wait
+    # itself (``harness/pace.py``)
+    seen -= {"PYTHONPATH", STEP_MS, *(f"SGLANG_{name}" for name in _READ_AGAIN)}
     return Imports({name: before.get(name) for name in seen}, made)
 
 
@@ -262,6 +272,8 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _become(command: Command, made: Mapping[str, str]) -> None:
     """Set the state that the system and Python give a started process."""
+    from sglang.srt import environ
+
     had = _added_to_path()
     os.environ.clear()
     os.environ.update({**made, **command.env})
@@ -274,6 +286,9 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     importlib.invalidate_caches()
     # the path may have other extensions
     all_extensions.cache_clear()
+    for name in _READ_AGAIN:
+        field = getattr(environ.envs, f"SGLANG_{name}")
+        setattr(sys.modules["sglang.srt.managers.scheduler"], name, field.get())
     os.sched_setaffinity(0, command.cores)
     for limit, value in command.limits.items():
         resource.setrlimit(limit, value)
