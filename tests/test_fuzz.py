@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -338,7 +338,7 @@ def test_odd_methods_headers_and_queries_get_no_5xx(
     server = fuzzed_server
     load = Load(server)
     answered: Counter[int] = Counter()
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=30, **PLAIN) as client:
         for route in routes(server):
             if route.method == "POST":
                 answered += send_around(client, route, checkpoints / "v0")
@@ -406,7 +406,7 @@ def test_malformed_http_gets_no_5xx(fuzzed_server: Server) -> None:
     server = fuzzed_server
     load = Load(server)
     before = serving(server)
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=30, **PLAIN) as client:
         for route in routes(server):
             if route.method != "POST":
                 continue
@@ -428,7 +428,7 @@ def test_drawn_bodies_get_no_5xx_and_change_no_token(
     server = fuzzed_server
     load = Load(server)
     answered: dict[str, Counter[int]] = {}
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=30, **PLAIN) as client:
         for route in routes(server):
             if route.method != "POST":
                 continue

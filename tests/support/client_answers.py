@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.streams import read_event
 from tests.support.load import PATIENCE_S
 
@@ -78,7 +78,7 @@ class Asked:
     def _read(self) -> None:
         try:
             with (
-                httpx.Client(timeout=None) as client,
+                httpx.Client(timeout=None, **PLAIN) as client,
                 client.stream("POST", self._server.url + self._path, json=self._body) as response,
             ):
                 if not self._body["stream"] or response.status_code != 200:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -76,7 +76,7 @@ def test_comments_stop_when_the_lease_expires(server: Server) -> None:
 
 
 def lines_of(server: Server, path: str, body: dict[str, object]) -> Iterator[str]:
-    with httpx.stream("POST", server.url + path, json=body, timeout=60) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=60, **PLAIN) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():

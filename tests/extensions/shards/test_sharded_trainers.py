@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from sglang_inflight.client import Client, Sender
 from sglang_inflight.client.shard_sender import GROUP_NAME
 from sglang_inflight.vocabulary.shards import Shards, read_shards
@@ -110,7 +110,7 @@ def test_rank_says_what_it_uses(tp2_server: Server) -> None:
 
 
 def plan_of(server: Server, known: Sequence[str] = ()) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/inflight/plan", params=[("known", d) for d in known])
+    answer = httpx.get(f"{server.url}/inflight/plan", params=[("known", d) for d in known], **PLAIN)
     ranks: list[dict[str, Any]] = answer.raise_for_status().json()["ranks"]
     return ranks
 
