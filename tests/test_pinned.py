@@ -106,7 +106,7 @@ def test_all_requests_pinned_go_on_without_recompute(any_server: Server, checkpo
 def test_pinned_request_is_whole_beside_others(any_server: Server, checkpoints: Path) -> None:
     update(any_server, checkpoints, 1, **LIVE)
     beside = start_running(any_server, 3, tokens=ENDLESS)
-    for generation in start(any_server, 4, tokens=40, **pinned(0)):
+    for generation in start(any_server, 4, tokens=16, **pinned(0)):
         expect_only(expect_whole(generation), 0)
     for output in expect_all_go_on(beside):
         assert versions_of(output) == ["v1"]
@@ -231,7 +231,7 @@ def test_two_versions_survive_many_commits(any_server: Server, checkpoints: Path
     free = start_running(any_server, 1, tokens=ENDLESS)
     for version in range(1, 5):
         bound: list[Generation] = start_running(
-            any_server, 3, tokens=60, stream=True, **pinned(version - 1)
+            any_server, 3, tokens=30, stream=True, **pinned(version - 1)
         )
         update(any_server, checkpoints, version, kv_cache="fence", **LIVE)
         for generation in bound:
@@ -280,8 +280,8 @@ def test_session_cannot_be_pinned(any_server: Server, checkpoints: Path) -> None
 def test_no_request_is_lost_where_memory_is_short(small_server: Server, checkpoints: Path) -> None:
     """Each version has one request, and both outgrow the pool: SGLang would end the last one."""
     update(small_server, checkpoints, 1, **LIVE)
-    (new,) = start_running(small_server, 1, tokens=150, input_ids=prompt(800))
-    (old,) = start_running(small_server, 1, tokens=150, input_ids=prompt(40), **pinned(0))
+    (new,) = start_running(small_server, 1, tokens=80, input_ids=prompt(850))
+    (old,) = start_running(small_server, 1, tokens=50, input_ids=prompt(90), **pinned(0))
     assert not new.has_ended
     expect_only(expect_whole(new), 1)
     expect_only(expect_whole(old), 0)
@@ -292,10 +292,13 @@ def test_busy_server_does_not_starve_the_previous_version(
 ) -> None:
     """Newcomers of the served version would take all room that becomes free."""
     update(small_server, checkpoints, 1, **LIVE)
-    flood = [start(small_server, 1, tokens=40 + 7 * (index % 9))[0] for index in range(60)]
-    (old,) = start(small_server, 1, tokens=30, input_ids=prompt(700), **pinned(0))
+    flood = [
+        start(small_server, 1, tokens=20 + 4 * (index % 9), stream=False)[0] for index in range(36)
+    ]
+    (old,) = start(small_server, 1, tokens=10, input_ids=prompt(700), **pinned(0))
     expect_only(expect_whole(old), 0)
-    assert sum(not generation.has_ended for generation in flood) > 5
+    # a starved request would find room beside the last five
+    assert sum(not generation.has_ended for generation in flood) > 10
     for generation in flood:
         expect_only(expect_whole(generation), 1)
 
