@@ -142,7 +142,7 @@ def test_pause_freezes_both_stages(pipeline: Server, folder: Path, mode: str) ->
 
 def test_draining_pauses_end_in_both_stages(pipeline: Server, folder: Path) -> None:
     update(pipeline, folder, 0)
-    short = start_running(pipeline, 3, tokens=60)
+    short = start_running(pipeline, 3, tokens=30)
     answer = pause(pipeline, "wait")
     assert [rank["running"] for rank in answer["ranks"]] == [0, 0]
     for generation in short:

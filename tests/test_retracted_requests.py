@@ -26,7 +26,7 @@ from tests.test_retraction import flavour as flavour
 from tests.test_retraction import server as server
 
 # prompts that leave too few slots for the requests of a test, by half of their length
-CROWDING = (890,) * 4
+CROWDING = (1020,) * 4
 
 
 # the scheduler reports a non-streaming request's tokens at multiples of this count

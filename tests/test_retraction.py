@@ -47,7 +47,7 @@ FLAVOURS["retraction_increments"] = Flavour(
 )
 
 # tokens of a request with an end, and of one without
-LENGTH, LONG = 200, 400
+LENGTH, LONG = 120, 400
 PROMPT = prompt(16)
 EMBEDDINGS = [[((7 * i + j) % 5 - 1.5) / 4 for j in range(HIDDEN)] for i in range(16)]
 
