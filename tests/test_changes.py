@@ -12,6 +12,7 @@ import torch
 
 from harness import marker
 from harness.server import Server
+from harness.starting import forked_children
 from sglang_inflight.client import changes_since, write_changes
 from sglang_inflight_tools import doctor
 from tests.support.load import (
@@ -110,7 +111,9 @@ def test_status_and_doctor_agree_on_the_cost_of_each_form(any_server: Server) ->
     assert served["device"] == served["host"] > 0
     info = any_server.get("/get_server_info")
     flags = ["--model-path", info["model_path"], "--dtype", info["dtype"]]
-    estimated = doctor.report(flags).kv_tokens
+    # the doctor reads flags in a process of its own, which would import SGLang anew
+    with forked_children():
+        estimated = doctor.report(flags).kv_tokens
     assert estimated["device"] == pytest.approx(served["device"], rel=0.25)
 
 
