@@ -32,9 +32,11 @@ from tests.support.load import (
 from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
-POOL, PROMPT = 512, 16  # tokens
+POOL, PROMPT = 224, 16  # tokens
 # running requests at most
-MOST = 8
+MOST = 4
+# tokens of a request that outlasts calls, and of one of four that want more memory than there is
+LASTING, LARGE = 48, POOL // 3
 _rooms = itertools.count(1)
 
 
@@ -57,7 +59,7 @@ def decode_server(
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("decode") / "server.log"
     # slow steps let few tokens outlast a test's calls
-    with serve(checkpoints / "v0", *flags, log=log, env={STEP_MS: "20"}) as server:
+    with serve(checkpoints / "v0", *flags, log=log, env={STEP_MS: "60"}) as server:
         yield server
 
 
@@ -87,7 +89,7 @@ def expect_whole(generation: Generation) -> Output:
 
 
 def test_spans_name_each_version_of_a_running_request(server: Server, checkpoints: Path) -> None:
-    running = start(server, 2, tokens=POOL // 3)
+    running = start(server, 2, tokens=60)
     for version in (1, 2):
         for generation in running:
             generation.wait_for_tokens(generation.count + 3)
@@ -99,7 +101,7 @@ def test_spans_name_each_version_of_a_running_request(server: Server, checkpoint
 
 def test_spans_stay_exact_when_memory_retracts_a_request(server: Server, checkpoints: Path) -> None:
     """The retracted request waits outside the usual queue and keeps its tokens."""
-    running = start(server, 4, tokens=POOL // 2)
+    running = start(server, 4, tokens=LARGE)
     for generation in running:
         generation.wait_for_tokens(POOL // 8)
     until("one is driven out", lambda: status(server)["running"] < len(running))
@@ -110,7 +112,7 @@ def test_spans_stay_exact_when_memory_retracts_a_request(server: Server, checkpo
 
 def test_wait_pause_lets_a_request_retracted_for_memory_end(server: Server) -> None:
     """The request has begun. Held back, it would freeze between tokens, or keep others' memory."""
-    running = start(server, 4, tokens=POOL // 2)
+    running = start(server, 4, tokens=LARGE)
     for generation in running:
         generation.wait_for_tokens(POOL // 8)
     until("one is driven out", lambda: status(server)["running"] < len(running))
@@ -124,7 +126,7 @@ def test_update_while_paused_splits_spans_at_the_exact_token(
     server: Server, checkpoints: Path
 ) -> None:
     """Meanwhile the server accepts requests and reports healthy."""
-    running = start(server, 2, tokens=120)
+    running = start(server, 2, tokens=LASTING)
     for generation in running:
         generation.wait_for_tokens(3)
     pause(server, "in_place")
@@ -136,12 +138,12 @@ def test_update_while_paused_splits_spans_at_the_exact_token(
     resume(server)
     for generation, count in zip(running, counts, strict=False):
         labels = labels_of(expect_whole(generation).meta["weight_versions"])
-        assert labels == ["v0"] * count + ["v1"] * (120 - count)
+        assert labels == ["v0"] * count + ["v1"] * (LASTING - count)
     assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
 
 
 def test_draining_pauses_let_requests_end_or_abort_them(server: Server, checkpoints: Path) -> None:
-    (running,) = start(server, 1, tokens=100)
+    (running,) = start(server, 1, tokens=LASTING)
     running.wait_for_tokens(3)
     (rank,) = pause(server, "wait")["ranks"]
     assert rank["running"] == 0
@@ -162,7 +164,7 @@ def test_draining_pauses_let_requests_end_or_abort_them(server: Server, checkpoi
 
 def test_retract_pause_keeps_tokens_and_versions(server: Server, checkpoints: Path) -> None:
     """No prefill server exists to recompute the KV. A retracted request can still be aborted."""
-    running = start(server, 2, tokens=120)
+    running = start(server, 2, tokens=LASTING)
     for generation in running:
         generation.wait_for_tokens(3)
     (rank,) = pause(server, "retract")["ranks"]
@@ -176,13 +178,13 @@ def test_retract_pause_keeps_tokens_and_versions(server: Server, checkpoints: Pa
     output = running[1].output()
     labels = labels_of(output.meta["weight_versions"])
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
-    assert labels == ["v0"] * counts[1] + ["v1"] * (120 - counts[1])
+    assert labels == ["v0"] * counts[1] + ["v1"] * (LASTING - counts[1])
     assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
 
 
 def test_request_past_its_version_lag_frees_its_kv(server: Server, checkpoints: Path) -> None:
     """SGLang ends an idle server if KV slots are missing from its pool."""
-    running = start(server, MOST, tokens=40)
+    running = start(server, MOST, tokens=30)
     for generation in running:
         generation.wait_for_tokens(3)
     late = {"custom_params": {"max_version_lag": 0}}
@@ -200,13 +202,13 @@ def test_request_past_its_version_lag_frees_its_kv(server: Server, checkpoints: 
         expect_whole(generation)
     until_empty(server)
     # the idle check of the pool comes before this request
-    for generation in start(server, 1, tokens=POOL - 10 * PROMPT):
+    for generation in start(server, 1, tokens=POOL - (MOST + 2) * PROMPT):
         expect_whole(generation)
 
 
 def test_request_waiting_for_its_grammar_can_be_aborted(server: Server) -> None:
     """Unlike other waiting requests here, this one has no KV."""
-    (running,) = start(server, 1, tokens=100)
+    (running,) = start(server, 1, tokens=LASTING)
     running.wait_for_tokens(3)
     pause(server, "in_place")
     (ended,) = start(server, 1, tokens=10, sampling={"regex": f"(t[0-9]+|x{next(_rooms)})*"})
@@ -220,7 +222,7 @@ def test_request_waiting_for_its_grammar_can_be_aborted(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) -> None:
     """Applies to running, to retracted, and to requests waiting for their prompt's KV."""
-    running = [*start(server, 1, 120, rid="run1"), *start(server, 1, 120, rid="run10")]
+    running = [*start(server, 1, LASTING, rid="run1"), *start(server, 1, LASTING, rid="run10")]
     for generation in running:
         generation.wait_for_tokens(3)
     pause(server, mode)
@@ -238,7 +240,7 @@ def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) ->
 
 def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints: Path) -> None:
     """A retracted request can be recomputed only by the prefill server."""
-    (running,) = start(server, 1, tokens=120)
+    (running,) = start(server, 1, tokens=LASTING)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
     refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
@@ -251,11 +253,11 @@ def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints:
         server.post("/update_weights_from_disk", waits), "--disaggregation-mode", status_code=409
     )
     resume(server)
-    assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 120
+    assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * LASTING
 
 
 def test_update_with_upstreams_fields_waits_for_requests(server: Server, checkpoints: Path) -> None:
-    running = start(server, 2, tokens=60)
+    running = start(server, 2, tokens=24)
     for generation in running:
         generation.wait_for_tokens(3)
     receipt = update(server, checkpoints, 3)
