@@ -11,6 +11,7 @@ import pytest
 
 from harness.marker import FIRST
 from harness.server import Server
+from harness.starting import STEP_MS
 from tests.support import metrics
 from tests.support.kv_runs import kv_runs
 from tests.support.load import (
@@ -32,22 +33,26 @@ from tests.support.load import (
 )
 from tests.support.pool import CHUNK, FLAVOURS, MAX_RUNNING, Flavour, ServerPool, add_both_loops
 
-BUDGET = 64
-LENGTH = 200
+BUDGET = 32
+LENGTH = 100
 _FLAGS = (
     "--chunked-prefill-size", str(CHUNK),
     "--max-running-requests", str(MAX_RUNNING),
     "--weight-version", "v0",
     "--enable-metrics",
 )  # fmt: skip
+# tokens of a request that outlasts a commit
+TOKENS = 150
 _BUDGET = {"SGLANG_INFLIGHT_KV_REFRESH_TOKENS_PER_STEP": str(BUDGET)}
+# slow steps let requests outlast calls, and cost less than more tokens
+_SLOW = {**_BUDGET, STEP_MS: "15"}
 SOFT = add_both_loops(
-    "soft_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"})
+    "soft_refresh", Flavour(_FLAGS, {**_SLOW, "SGLANG_INFLIGHT_KV_REFRESH": "soft"})
 )
 FLAVOURS["soft_refresh_tp"] = Flavour(
     (*_FLAGS, "--tp-size", "2"), {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": "soft"}
 )
-SHORT = 2048
+SHORT = 1024
 for _name in ("soft", "hard"):
     FLAVOURS[f"{_name}_refresh_short"] = Flavour(
         # SGLang then runs all requests of a test at once, if it may expect that they end early
@@ -55,7 +60,7 @@ for _name in ("soft", "hard"):
         {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": _name},
     )
 HARD = add_both_loops(
-    "hard_refresh", Flavour(_FLAGS, {**_BUDGET, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
+    "hard_refresh", Flavour(_FLAGS, {**_SLOW, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
 )
 
 
@@ -185,11 +190,11 @@ def test_setting_is_the_policy_of_a_session_that_names_none(
 
 
 def test_samples_of_a_prompt_recompute_it_once(server: Server, checkpoints: Path) -> None:
-    (group,) = start_running(server, 1, tokens=300, n=4, input_ids=prompt(LENGTH))
+    (group,) = start_running(server, 1, tokens=TOKENS, n=4, input_ids=prompt(LENGTH))
     before = refreshed(server)
     commit(server, checkpoints, 1, kv_max_age=0)
     for output in group.outputs():
-        assert len(output.tokens) == 300
+        assert len(output.tokens) == TOKENS
         assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
         assert output.meta["num_retractions"] == 1
     own = sum(sum(token == FIRST for token in output.tokens) for output in group.outputs())
@@ -198,10 +203,10 @@ def test_samples_of_a_prompt_recompute_it_once(server: Server, checkpoints: Path
 
 def test_request_longer_than_its_prompts_chunks_is_whole(server: Server, checkpoints: Path) -> None:
     """The output so far is longer than the prompt, and both take several chunks."""
-    (generation,) = start_running(server, 1, tokens=500, at_least=3 * BUDGET)
+    (generation,) = start_running(server, 1, tokens=3 * BUDGET + TOKENS, at_least=3 * BUDGET)
     commit(server, checkpoints, 1, kv_max_age=0)
     output = expect_whole(generation)
-    assert len(output.tokens) == 500
+    assert len(output.tokens) == 3 * BUDGET + TOKENS
     assert output.tokens == sorted(output.tokens)
     assert [made_by for made_by, _ in kv_runs(output)] == ["v1"]
 
