@@ -21,9 +21,9 @@ from tests.support.load import prompt, status, until
 from tests.support.proxy import Proxy
 from tests.support.seats import Seats, hand_back, kill, seats
 
-TOKENS, ROLLOUTS = 80, 4
+TOKENS, ROLLOUTS = 36, 4
 # slow steps let rollouts outlast an update, and cost less than more tokens
-ENV = {STEP_MS: "60"}
+ENV = {STEP_MS: "140"}
 # ``check`` reads a version's tokens behind the colon
 OLD, NEW = "old:0", "new:1"
 MORE = ((), ("--incremental-streaming-output",), ())
