@@ -59,9 +59,7 @@ for _name in ("soft", "hard"):
         (*_FLAGS, "--max-total-tokens", str(SHORT), "--schedule-conservativeness", "0.2"),
         {**_BUDGET, "SGLANG_INFLIGHT_KV_REFRESH": _name},
     )
-HARD = add_both_loops(
-    "hard_refresh", Flavour(_FLAGS, {**_SLOW, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"})
-)
+HARD = add_both_loops("hard_refresh", Flavour(_FLAGS, {**_SLOW, "SGLANG_INFLIGHT_KV_MAX_AGE": "0"}))
 
 
 @pytest.fixture(params=[*SOFT, *HARD])
