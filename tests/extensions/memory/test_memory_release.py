@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.server import Server, schedulers, serve
+from harness.starting import STEP_MS
 from sglang_inflight.client import Client
 from tests.support import memory_release
 from tests.support.colocated_trainer import MODEL, ROUNDS, colocated_trainer
@@ -55,6 +56,10 @@ pytest_plugins = ["tests.support.fixtures"]
 KV, WEIGHTS = "kv_cache", "weights"
 # tokens of a request ended by its test; the cache has room for two
 LONG = 5000
+# tokens of a request that outlasts a call
+LASTING = 40
+# slow steps take their time from no core, unlike more tokens of so many words
+SLOW = {STEP_MS: "30"}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def one_server(
     pool.discard()  # one server at a time
     log = tmp_path_factory.mktemp("logs") / "sleep.log"
     flags = (*memory_release.FLAVOUR.flags, "--tp-size", str(request.param))
-    with serve(versions / "v0", *flags, log=log, env=memory_release.FLAVOUR.env) as server:
+    with serve(versions / "v0", *flags, log=log, env=memory_release.FLAVOUR.env | SLOW) as server:
         yield server
         assert server.is_alive(), server.log_text()[-4000:]
 
@@ -362,7 +367,7 @@ def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
     server: Server, versions: Path
 ) -> None:
     """The leases of both end."""
-    (frozen,) = start_running(server, 1, tokens=100)
+    (frozen,) = start_running(server, 1, tokens=LASTING)
     pause(server, "retract", lease_s=5)
     release(server, KV, WEIGHTS, keep_weights="discard")
     resume_memory(server, WEIGHTS)
@@ -406,7 +411,7 @@ def test_vllm_wake_up_before_the_weights_keeps_requests_waiting(
     server: Server, versions: Path
 ) -> None:
     """The update resumes them by itself."""
-    (frozen,) = start_running(server, 1, tokens=100)
+    (frozen,) = start_running(server, 1, tokens=LASTING)
     assert server.post("/sleep?level=2&mode=keep")["status_code"] == 200
     woken = server.post("/wake_up")
     assert (woken["status"], woken["paused"]) == ("awake", True)
