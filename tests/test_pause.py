@@ -44,7 +44,7 @@ from tests.support.pool import (
 
 MODES = ("in_place", "retract", "abort", "wait")
 # length of requests meant to finish
-TOKENS = 200
+TOKENS = 120
 COUNTS = ("running", "waiting", "retracted", "aborted")
 _grammars = itertools.count()
 
