@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.server import Server
+from harness.starting import STEP_MS
 from sglang_inflight.extensions.replay.examine import examine
 from sglang_inflight.extensions.replay.play import added_prefills
 from sglang_inflight.extensions.replay.rollout import Rollout
@@ -44,12 +45,18 @@ from tests.support.load import (
 from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool
 
 BESIDE_OTHERS = 0.05
-INTERVAL = 30
+INTERVAL = 12
 BUDGET = 64
 _PLAIN = Flavour(FLAGS, REPLAY, model=build_first)
 FLAVOURS |= {
     "replay_short_of_memory": replace(
-        _PLAIN, env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(INTERVAL)}
+        _PLAIN,
+        env={
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": str(INTERVAL),
+            # by slow steps rollouts outlast an update with few tokens
+            STEP_MS: "20",
+        },
     ),
     "replay_mixed": replace(_PLAIN, flags=(*FLAGS, "--enable-mixed-chunk")),
     "replay_soft": replace(
@@ -83,7 +90,7 @@ def test_rollouts_retracted_for_want_of_memory_are_made_again(
 ) -> None:
     server = pool.get(FLAVOURS["replay_short_of_memory"])
     update(server, versions, 0, kv_cache="recompute")
-    generations = [begin(server, 120, DRAWN, prompt(LENGTH + i)) for i in range(3)]
+    generations = [begin(server, 50, DRAWN, prompt(LENGTH + i)) for i in range(3)]
     for generation in generations:
         generation.wait_for_tokens(3)
     update(server, versions, 1, kv_cache="keep", **LIVE)
