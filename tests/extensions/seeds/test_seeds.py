@@ -20,7 +20,7 @@ FLAVOURS["seeded"] = Flavour(
 )  # fmt: skip
 HOT = {"temperature": 100.0, "ignore_eos": True, "max_new_tokens": 16}
 PROMPT = [5, 6, 7]
-LONG = 400
+LONG = 160
 
 
 @pytest.fixture
