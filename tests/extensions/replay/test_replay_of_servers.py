@@ -54,7 +54,7 @@ FLAVOURS |= {
         env={
             "SGLANG_TEST_RETRACT": "1",
             "SGLANG_TEST_RETRACT_INTERVAL": str(INTERVAL),
-            # by slow steps rollouts outlast an update with few tokens
+            # slow steps let rollouts of few tokens outlast an update
             STEP_MS: "20",
         },
     ),
