@@ -54,7 +54,6 @@ from harness.forking import (
     receive,
     send,
 )
-from harness.huge_pages import make_pages_huge
 from harness.starting import STEP_MS
 from sglang_inflight.extension import all_extensions
 from sglang_inflight.plugin import hook_modules
@@ -105,7 +104,6 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # pages without a collector's writes stay shared
     gc.enable()
-    make_pages_huge()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
     send(connection, imports.seen if forking.origin is None else imports.in_a_fork())
     command, zygote = _fork(connection, imports)
