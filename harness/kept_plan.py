@@ -29,5 +29,5 @@ def install() -> None:
     # a server whose SGLang does not fit says so itself
     with contextlib.suppress(PatchRefused, SyntaxError):
         for module in load_series().plan().modules:
-            # computed at their first use
-            _ = module.lines, module.codes
+            # split and compiled at their first use
+            _ = module.lines, [module.code(change) for change, _ in module.changes]

@@ -9,7 +9,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,6 +80,7 @@ class PatchedModule:
     text: str
     module: Module
     changes: tuple[tuple[ChangedFunction, tuple[str, ...]], ...]
+    _codes: dict[ChangedFunction, CodeType] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -94,11 +95,11 @@ class PatchedModule:
     def lines(self) -> list[str]:
         return self.text.splitlines(keepends=True)
 
-    @cached_property
-    def codes(self) -> dict[ChangedFunction, CodeType]:
-        """The code of each changed function."""
-        tree = self.module.tree
-        return {change: compiled(change, tree, self.filename) for change, _ in self.changes}
+    def code(self, change: ChangedFunction) -> CodeType:
+        """Return the compiled function. Plans that are kept compile it once."""
+        if change not in self._codes:
+            self._codes[change] = compiled(change, self.module.tree, self.filename)
+        return self._codes[change]
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Series:
             if in_fork:
                 return hooks.Replacement(target, owner, None, patches, self.found)
             show_in_tracebacks(patched.filename, patched.text, patched.lines)
-            built = build(change, patched.codes[change], module, owner)
+            built = build(change, patched.code(change), module, owner)
         except Exception as error:
             reason = f"cannot be compiled in its module: {error!r}"
             raise self._refused(reason, _names(patches), target) from error
