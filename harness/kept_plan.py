@@ -9,7 +9,9 @@ and otherwise makes its own. Nothing writes into a plan.
 from __future__ import annotations
 
 import contextlib
+import functools
 
+from sglang_inflight.livepatch import series
 from sglang_inflight.livepatch.hooks import PatchRefused
 from sglang_inflight.livepatch.series import Plan, Series, load_series
 
@@ -26,8 +28,10 @@ def install() -> None:
         return kept[key]
 
     Series.plan = plan  # type: ignore[method-assign]
+    compiled = series.compiled = functools.cache(series.compiled)  # type: ignore[attr-defined]
     # a server whose SGLang does not fit says so itself
     with contextlib.suppress(PatchRefused, SyntaxError):
         for module in load_series().plan().modules:
-            # split and compiled at their first use
-            _ = module.lines, [module.code(change) for change, _ in module.changes]
+            _ = module.lines
+            for change, _patches in module.changes:
+                compiled(change, module.module.tree, module.filename)

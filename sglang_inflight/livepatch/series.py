@@ -9,11 +9,10 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from packaging.version import Version
@@ -80,7 +79,6 @@ class PatchedModule:
     text: str
     module: Module
     changes: tuple[tuple[ChangedFunction, tuple[str, ...]], ...]
-    _codes: dict[ChangedFunction, CodeType] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -94,12 +92,6 @@ class PatchedModule:
     @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines(keepends=True)
-
-    def code(self, change: ChangedFunction) -> CodeType:
-        """Return the compiled function. Plans that are kept compile it once."""
-        if change not in self._codes:
-            self._codes[change] = compiled(change, self.module.tree, self.filename)
-        return self._codes[change]
 
 
 @dataclass(frozen=True)
@@ -197,7 +189,8 @@ class Series:
             if in_fork:
                 return hooks.Replacement(target, owner, None, patches, self.found)
             show_in_tracebacks(patched.filename, patched.text, patched.lines)
-            built = build(change, patched.code(change), module, owner)
+            code = compiled(change, patched.module.tree, patched.filename)
+            built = build(change, code, module, owner)
         except Exception as error:
             reason = f"cannot be compiled in its module: {error!r}"
             raise self._refused(reason, _names(patches), target) from error
