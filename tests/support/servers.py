@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests: long ones, then those with servers of their own, then flavour by flavour.
 
     Each flavour starts once. Unit tests come last, for workers without a server left to test, and
-    the longest of them first, so that no worker begins one when the others are at their end. Three
+    the longest of them first, so that no worker begins one when the others are at their end. The
     workers (``make test``) share out the groups: one flavour in one file each. This hook must run
     before xdist's, which reads the groups.
     """

@@ -23,6 +23,19 @@ def workers(server: Server) -> list[psutil.Process]:
     return sorted(filter(_is_worker, found), key=lambda process: process.pid)
 
 
+def until_all_serve(server: Server, n: int) -> list[psutil.Process]:
+    """Wait until the server's ``n`` workers answer, and return them.
+
+    A server answers as soon as one of them does.
+    """
+    until(f"there are {n} workers", lambda: len(workers(server)) == n)
+    all_workers = workers(server)
+    for worker in all_workers:
+        with via_worker(server, worker) as at_worker:
+            assert at_worker.get("/inflight/status")["status_code"] == 200
+    return all_workers
+
+
 def _is_worker(process: psutil.Process) -> bool:
     # the process may have just ended
     with contextlib.suppress(psutil.Error):
@@ -84,11 +97,13 @@ class _Relay:
     def _try(self, address: SplitResult) -> socket.socket | None:
         there = socket.create_connection((address.hostname, address.port))
         port = there.getsockname()[1]
-        over = time.monotonic() + 0.5
-        while time.monotonic() < over:
+        pause = 0.002
+        # each look costs the kernel a walk over its whole table of connections
+        while pause < 0.5:
             if self._has(port):
                 return there
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause *= 2
         there.close()
         return None
 

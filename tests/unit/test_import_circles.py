@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,9 +20,14 @@ def name_of(path: Path, source: Path = ROOT) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Each name of ours in an import, of a module or of something in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """Return each name of ours in an import, of a module or of something in it."""
+    return tuple(_imported(ast.parse(path.read_text())))
+
+
+def _imported(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):

@@ -8,10 +8,9 @@ from harness.server import Server
 from sglang_inflight.extensions.workers.forward import HERE
 from tests.support import descriptors
 from tests.support.descriptors import LARGE, connected, expect_recovered, expect_refused
-from tests.support.load import until
 from tests.support.routes import routes
 from tests.support.updates import serving
-from tests.support.workers import workers
+from tests.support.workers import until_all_serve
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -19,8 +18,7 @@ pytest_plugins = ["tests.support.fixtures"]
 def test_forwarded_call_is_refused_when_a_worker_has_no_descriptor(
     workers_server: Server, checkpoints: Path
 ) -> None:
-    until("there are two workers", lambda: len(workers(workers_server)) == 2)
-    both = workers(workers_server)
+    both = until_all_serve(workers_server, 2)
     before = serving(workers_server)
     with connected(workers_server) as client:
         counts = {worker: descriptors.count(worker) for worker in both}
