@@ -32,7 +32,7 @@ rl: $(READY)
 test: $(READY)
 	part=$$($(BIN)/python -m tests.support.part "$(PART)") && $(BIN)/python -m pytest $(TESTS) $$part
 
-# The tests without a server, in some 4 minutes on two cores.
+# The tests without a server, in 2 to 5 minutes on two cores.
 unit: $(READY)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses logical tests/unit tests/extensions/*/unit
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from harness import marker
 from harness.server import PLAIN, Server
+from harness.starting import STEP_MS
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -59,7 +60,12 @@ UNDONE_BY = {
 
 FLAVOURS["fuzzed_server"] = Flavour(
     ("--weight-version", "v0", "--max-running-requests", "8"),
-    {"SGLANG_INFLIGHT_GROUP_TIMEOUT_S": "0.2", "SGLANG_INFLIGHT_UPDATE_TIMEOUT_S": "2"},
+    {
+        "SGLANG_INFLIGHT_GROUP_TIMEOUT_S": "0.2",
+        "SGLANG_INFLIGHT_UPDATE_TIMEOUT_S": "2",
+        # the steps of the requests beside the bodies take a core, and prove nothing more by number
+        STEP_MS: "20",
+    },
 )
 
 SCALARS = (
